@@ -193,7 +193,19 @@ def render_with_pipeline(plan: Plan, is_verbose: bool = False) -> str:
         parts[-1] += (
             f"\n{'host memory':>12}  {size / 1e6:.1f} MB of each host for the snapshots ({size} bytes, an estimate)"
         )
+    if plan.config.run.standby:
+        size = _standby_bytes(plan)
+        parts[-1] += (
+            f"\n{'host memory':>12}  {size / 1e6:.0f} MB of each host for the standbys ({size} bytes, an estimate)"
+        )
     return "\n\n".join(parts)
+
+
+def _standby_bytes(plan: Plan) -> int:
+    """Return the memory of the standbys of a host: this process has imported torch and loaded the data as they do."""
+    import psutil
+
+    return plan.config.run.standby * int(psutil.Process().memory_info().rss)
 
 
 def describe_with_pipeline(plan: Plan) -> Dict[str, Any]:
@@ -208,6 +220,8 @@ def describe_with_pipeline(plan: Plan) -> Dict[str, Any]:
     memory = describe_memory(found.memory)
     if plan.config.run.snapshot_every:
         memory["snapshot_bytes_per_host"] = snapshot_bytes(plan, found)
+    if plan.config.run.standby:
+        memory["standby_bytes_per_host"] = _standby_bytes(plan)
     return {**tables.describe(plan), **pipeline, "memory": memory}
 
 

@@ -4,6 +4,7 @@ Two processes train a small ResNet on 8x8 images, 16 samples each; one is killed
 from there to the first update that had not been done before, and the updates that are repeated:
 
 * raypod: 2 instances; the lost one is replaced, the other keeps its process and its state;
+* raypod with `--standby 1`: the same, and a process with SDK and data loaded takes the place of the lost one;
 * Ray Train: TorchTrainer with max_failures, DDP over gloo; all workers restart from the last checkpoint, which is
   written every 50 updates.
 
@@ -30,6 +31,7 @@ PATH = ":".join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH}
 KILL_AFTER = 120  # updates
 LIMIT_S = 240.0
+PREPARE_S = 15.0  # after the first update, for a standby to be prepared
 GOAL = 0.4
 
 Result = Tuple[float, int]  # seconds, repeated updates
@@ -40,10 +42,10 @@ def lines_of(file: Path) -> List[str]:
     return file.read_text().splitlines(keepends=True) if file.is_file() else []
 
 
-def raypod() -> Result:
+def raypod(standby: int) -> Result:
     """Measure raypod, from its events."""
     with tempfile.TemporaryDirectory() as folder:
-        program = [sys.executable, "-c", RAYPOD, f"{folder}/run", str(KILL_AFTER)]
+        program = [sys.executable, "-c", RAYPOD, f"{folder}/run", str(KILL_AFTER), str(standby), str(PREPARE_S)]
         done = subprocess.run(program, env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr)
@@ -64,12 +66,13 @@ from raypod.fleet.ray import RayFleet
 from raypod.record.metrics import MetricsAggregator
 from raypod.plan.plan import make_plan
 
-training = {"batch_size": 16, "epochs": 1000, "lr_schedule": "constant", "updates": 4000}
+training = {"batch_size": 16, "epochs": 1000, "lr_schedule": "constant", "updates": 40000}
 pod = {"replicas": 2, "num_instances": 2}
-config = from_values({"run": {"device": "emulated"}, "training": training, "pod": pod})
+standby, prepare_s = int(sys.argv[3]), float(sys.argv[4])
+config = from_values({"run": {"device": "emulated", "standby": standby}, "training": training, "pod": pod})
 plan = make_plan(config, LOCAL, facts_of(config), sys.argv[1])
 run_folder.create(plan)
-killed_s = repaired = None
+killed_s = repaired = first_s = None
 updates = []
 with contextlib.closing(coordinator.run(plan, RayFleet(plan), MetricsAggregator(plan, 0.0))) as events:
     for event in events:
@@ -77,7 +80,9 @@ with contextlib.closing(coordinator.run(plan, RayFleet(plan), MetricsAggregator(
             repaired = event
         elif isinstance(event, UpdateDone):
             updates.append(event.update)
-            if killed_s is None and event.update >= int(sys.argv[2]):
+            first_s = first_s or time.monotonic()
+            is_prepared = not standby or time.monotonic() > first_s + prepare_s
+            if killed_s is None and event.update >= int(sys.argv[2]) and is_prepared:
                 text = Path(plan.log_file(1)).read_text()
                 os.kill(int(text.rpartition(", pid ")[2].partition(":")[0]), signal.SIGKILL)
                 killed_s = time.monotonic()
@@ -140,10 +145,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
-    found: Dict[str, List[Result]] = {"Ray Train": [], "raypod": []}
+    found: Dict[str, List[Result]] = {"Ray Train": [], "raypod": [], "raypod --standby 1": []}
     for number in range(rounds):
         found["Ray Train"].append(ray_train())
-        found["raypod"].append(raypod())
+        found["raypod"].append(raypod(0))
+        found["raypod --standby 1"].append(raypod(1))
         line = ", ".join(f"{name} {results[-1][0]:.1f} s" for name, results in found.items())
         print(f"round {number + 1}: {line}", flush=True)
     print("\n| | s from the kill to the first new update | of Ray Train | updates repeated |\n|---|---|---|---|")

@@ -23,6 +23,7 @@ from raypod.fleet.ray_reservation import Reservation, reserve
 from raypod.fleet.ray_room import HostRoom
 from raypod.fleet.ray_server import RayServer, serve_here, serve_on
 from raypod.fleet.ray_session import RaySession
+from raypod.fleet.ray_standby import Standbys
 from raypod.fleet.ray_watch import Requests, Watch
 from raypod.host.process import StepTimer
 from raypod.instance.control import IDLE
@@ -50,6 +51,8 @@ class RayFleet:
         self._ray: Any = None
         self._killer: Optional[ProcessKiller] = None
         self._reservation: Optional[Reservation] = None
+        self._reserved_nodes: List[Dict[str, Any]] = []  # of the hosts of the plan
+        self._standbys: Optional[Standbys] = None
         self._actors: List[Any] = []
         self._nodes: List[Dict[str, Any]] = []  # the Ray node of each actor
         self._watch: Optional[Watch] = None
@@ -139,7 +142,7 @@ class RayFleet:
         self._generation += 1
         for index in lost:
             self._killer.kill(self._actors[index])
-        replacements = self._replacements().start(lost, self._nodes, may_share_hosts, self._start_actor)
+        replacements = self._replacements().start(lost, self._nodes, may_share_hosts, self._replacement)
         for index, replacement in replacements.items():
             self._actors[index], self._nodes[index] = replacement.actor, replacement.node
         survivors = [index for index in range(len(self._actors)) if index not in lost]
@@ -152,6 +155,7 @@ class RayFleet:
         finally:  # a replacement that is ready stays if the next attempt replaces others
             self._started = [built.results.get(index, before) for index, before in enumerate(self._started)]
         self._rendezvous(survivors[0] if survivors else 0)
+        self._fill_standbys()
         self._is_idle = True
         return positions
 
@@ -247,6 +251,7 @@ class RayFleet:
         assert self._killer is not None, "start comes first"
         placement = self._plan.placement
         self._reservation = reserve(self._ray, placement, nodes, self._start_bound)
+        self._reserved_nodes = nodes
         for spec in placement.instances:
             share = len(placement.instances_on(spec.host_index))
             node, options = nodes[spec.host_index], self._reservation.options(spec.host_index, share)
@@ -258,6 +263,8 @@ class RayFleet:
         self._timer.end("start the instances")
         self._rendezvous(0)
         self._timer.end("meet")
+        self._standbys = Standbys(self._ray, self._plan, self._start_actor, self._killer.kill_frozen, self._log)
+        self._fill_standbys()
 
     def _new_watch(self, survivors: Sequence[int]) -> Watch:
         """Return a watch of the current actors, in which only the survivors can be silent."""
@@ -273,8 +280,17 @@ class RayFleet:
         assert self._killer is not None, "start comes first"
         return Replacements(self._ray, self._plan, self._reservation, self._killer, self.must_leave)
 
-    def _start_actor(self, index: int, node: Dict[str, Any], options: Dict[str, Any]) -> Any:
-        """Start the actor of an instance; `options` place it on the Ray node `node`."""
+    def _fill_standbys(self) -> None:
+        assert self._standbys is not None, "start comes first"
+        self._standbys.fill(self._reserved_nodes)
+
+    def _replacement(self, index: int, node: Dict[str, Any], options: Dict[str, Any]) -> Any:
+        """Return a standby, or start an actor, for a lost instance."""
+        assert self._standbys is not None, "start comes first"
+        return self._standbys.take(index, node) or self._start_actor(index, node, options)
+
+    def _start_actor(self, index: Optional[int], node: Dict[str, Any], options: Dict[str, Any]) -> Any:
+        """Start the actor of an instance, or of a standby (None); `options` place it on the Ray node `node`."""
         assert self._killer is not None, "start comes first"
         concurrency = {"max_concurrency": 8}  # so that heartbeats and `pause` are handled during a leg
         actor_class = self._ray.remote(InstanceProcess)
@@ -322,6 +338,8 @@ class RayFleet:
     def _end_instances(self) -> None:
         """End all actors, and the reservation of their hosts."""
         assert self._killer is not None, "start comes first"
+        if self._standbys is not None:
+            self._standbys.close()
         if self._is_idle:  # let the instances close what they have opened
             requests = {actor.call.remote("close"): actor for actor in self._actors}
             frozen = self._unresponsive(requests, self._bounds.stop_timeout_s)

@@ -24,6 +24,7 @@ from raypod.checkpoint.snapshots import Place
 from raypod.checkpoint.transfer import Server
 from raypod.checkpoint.writer import BackgroundWriter, State, load_or_fetch
 from raypod.datasets.feed import Feed
+from raypod.datasets.source import Source
 from raypod.errors import CollectiveBroken
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, ProcessSpans, SaveReport
 from raypod.host.process import StepTimer, sources_digest, versions
@@ -41,6 +42,13 @@ from raypod.model import norms, program
 from raypod.plan import ipu_options
 from raypod.plan.plan import Leg, Plan
 from raypod.tasks.registry import task_of_plan
+from raypod.tasks.task import Task
+
+
+def load_data(plan: Plan) -> Tuple[Task, Source]:
+    """Return the task of a plan and its data."""
+    task = task_of_plan(plan)
+    return task, task.load()
 
 
 class Instance:
@@ -66,13 +74,15 @@ class Instance:
         self._profile = Profile(plan, self._spec, sdk)
         self._cache = executable_cache.folder_of(plan, sdk)
 
-    def build(self) -> InstanceStarted:
-        """Load the data and build model, optimizer and options. The run starts from the weights of instance 0."""
+    def build(self, loaded: Optional[Tuple[Task, Source]] = None) -> InstanceStarted:
+        """Build model, optimizer and options. The run starts from the weights of instance 0.
+
+        `loaded` is the result of `load_data`, which is called if it is None.
+        """
         plan = self._plan
         torch.set_num_threads(self._spec.threads_per_replica)
         self._timer.begin()
-        task = task_of_plan(plan)
-        source = task.load()
+        task, source = loaded or load_data(plan)
         pause = functools.partial(self._gate.wait_to_load, heartbeat=self.heartbeat)
         self._feed = Feed(plan, self._spec, source, pause, in_processes=self._sdk.holds_interpreter_lock)
         self._timer.end("load data")

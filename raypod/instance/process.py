@@ -15,7 +15,7 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from raypod.errors import ClusterError, CollectiveBroken, ConfigError, DeviceFailed, as_utf8, summarize_exception
 from raypod.events import CallReport, EvaluationReport, HeartbeatReport, InstanceStarted
@@ -33,7 +33,9 @@ from raypod.plan.placement import partition_conflict
 from raypod.plan.plan import Leg, Plan
 
 if TYPE_CHECKING:
+    from raypod.datasets.source import Source
     from raypod.instance.instance import Instance
+    from raypod.tasks.task import Task
 
 _REPORT_INTERVAL_S = 0.02  # faster calls are reported together: one Ray message takes longer than such a call
 
@@ -45,23 +47,40 @@ class InstanceProcess:
     the interpreter lock in the threads that Ray starts for an actor.
     """
 
-    def __init__(self, plan: Plan, index: int, working_dir: str) -> None:
-        self._plan, self._index = plan, index
+    def __init__(self, plan: Plan, index: Optional[int], working_dir: str) -> None:
+        """`index` is None for a standby, which is to `prepare`, and to `begin` as the instance that it replaces."""
+        self._plan, self._index = plan, -1
         self._instance: Optional[Instance] = None
+        self._sdk: Optional[sdk.Sdk] = None
+        self._data: Optional[Tuple[Task, Source]] = None
+        self._python_path = os.environ.get("PYTHONPATH", "")
         process.keep_freed_memory()
         os.chdir(working_dir)
+        self._warnings = WarningRecord()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instance")
+        self._record = ActivityRecord()
+        if index is not None:
+            self.begin(index, "started")
+
+    def begin(self, index: int, how: str) -> None:
+        """Become an instance: use its log file, environment and cores. `how` is written to the log."""
+        plan, self._index = self._plan, index
         _redirect_output(Path(plan.log_file(index)))
         self._log_times = LogTimes(Path(plan.log_file(index)))
         self._last_line = LastLine(Path(plan.log_file(index)))
-        sys.stdout.write(f"{log_header(plan, index, str(os.getpid()))}started on {socket.gethostname()}\n")
+        sys.stdout.write(f"{log_header(plan, index, str(os.getpid()))}{how} on {socket.gethostname()}\n")
         spec = plan.placement.instances[index]
-        os.environ.update(instance_environment(plan, spec, os.environ.get("PYTHONPATH", "")))
+        os.environ.update(instance_environment(plan, spec, self._python_path))
         take_cores(plan.placement, spec)  # before torch counts cores and starts threads
-        self._warnings = WarningRecord()
         if index == 0:  # all instances run the same code
             self._warnings.install()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instance")
-        self._record = ActivityRecord()
+
+    def prepare(self, host_index: int) -> None:
+        """Import torch and the SDK and load the data, as a standby on a host of the plan."""
+        spec = self._plan.placement.instances_on(host_index)[0]
+        # What torch and the SDK read when they are imported is equal in all instances of a host.
+        os.environ.update(instance_environment(self._plan, spec, self._python_path))
+        self._thread.submit(_log_errors, self._prepare).result()
 
     def identity(self) -> Identity:
         """Return what identifies this process for the other processes of its host."""
@@ -129,10 +148,17 @@ class InstanceProcess:
         """Return the environment of the process."""
         return dict(os.environ)
 
+    def _prepare(self) -> None:
+        torchvision_import.install()
+        self._sdk = sdk.select(self._plan.config.run.device)
+        from raypod.instance import instance  # imports torch and the selected SDK
+
+        self._data = instance.load_data(self._plan)
+
     def _build(self) -> InstanceStarted:
         began = time.monotonic()
         torchvision_import.install()
-        selected = sdk.select(self._plan.config.run.device)
+        selected = self._sdk or sdk.select(self._plan.config.run.device)  # a standby has selected it
         collectives.check_available(self._plan.config.run.collectives)
         if len(self._plan.placement.hosts) > 1:
             collectives.check_host_name(self._plan.placement.instances[self._index].host)
@@ -144,7 +170,7 @@ class InstanceProcess:
 
         imported_s = time.monotonic() - began
         instance = Instance(self._plan, self._index, selected)
-        started = instance.build()
+        started = instance.build(self._data)
         instance.heartbeat.write_to(self._record)
         self._instance = instance
         sys.stdout.write(f"{selected.line}\n")

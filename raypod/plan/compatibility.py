@@ -26,10 +26,17 @@ def check_compatible(config: Config) -> None:
         raise ConfigError(
             "--bind-cores has no effect with --fleet inline, whose instance runs in this process; omit it"
         )
-    for_repairs = {"--snapshot-every": config.run.snapshot_every, "--reset-command": config.run.reset_command}
+    run = config.run
+    for_repairs = {
+        "--snapshot-every": run.snapshot_every,
+        "--reset-command": run.reset_command,
+        "--standby": run.standby,
+    }
     for flag, value in for_repairs.items():
-        if value and config.run.fleet == "inline":
+        if value and run.fleet == "inline":
             raise ConfigError(f"{flag} has no effect with --fleet inline, which repairs no instance; omit it")
+    if run.standby and not run.max_restarts:
+        raise ConfigError(f"--standby {run.standby} has no effect with --max-restarts 0; omit one of them")
     if config.run.reset_command and config.run.reset_timeout_s >= config.run.report_timeout_s:
         raise ConfigError(
             f"--reset-timeout-s {config.run.reset_timeout_s:g} must be below --report-timeout-s "

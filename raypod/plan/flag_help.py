@@ -42,6 +42,7 @@ _GROUP_OF_KEY = {
         "failures": (
             *("on_nonfinite", "start_timeout_s", "report_timeout_s", "stop_timeout_s", "max_restarts", "dead_after_s"),
             *(
+                "standby",
                 "silent_after_s",
                 "stuck_after_s",
                 "read_retry_s",

@@ -104,6 +104,12 @@ class RunSection(Section):
     max_restarts: int = Field(
         3, ge=0, description="repairs before the run fails; an hour without a failure resets the count"
     )
+    standby: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="processes per host that wait, with SDK and data loaded, to replace lost instances at once",
+    )
     reset_command: Optional[str] = Field(
         None,
         description="shell command that resets devices when the SDK requires it, as in vipu reset partition NAME",

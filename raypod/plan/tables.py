@@ -102,6 +102,7 @@ def render(plan: Plan, width: Optional[int] = None, is_verbose: bool = False) ->
         *(ipu_options.rows(plan.config) if is_verbose else ()),
         ("bits", _reproducibility(plan)),
         *_snapshot_rows(plan),
+        *_standby_rows(plan),
         ("run folder", plan.run_dir),
     ]
     return "\n".join([*aligned(rows, width), "", *aligned(_instance_rows(placement))])
@@ -245,6 +246,14 @@ def _snapshot_rows(plan: Plan) -> List[Tuple[str, str]]:
         return []
     text = "each host keeps two copies of the state in memory (--memory: how large they are)"
     return [("snapshots", f"every {counted(every, 'update')}: {text}")]
+
+
+def _standby_rows(plan: Plan) -> List[Tuple[str, str]]:
+    count = plan.config.run.standby
+    if not count:
+        return []
+    what = "1 process" if count == 1 else f"{count} processes"
+    return [("standby", f"{what} per host with SDK and data loaded (--memory: how large)")]
 
 
 def _elastic_rows(plan: Plan) -> List[Tuple[str, str]]:

@@ -192,6 +192,13 @@ def test_the_memory_of_a_host_for_snapshots_is_two_copies_of_weights_and_optimiz
     assert size(optimizer="adamw") == weights + 2 * state
 
 
+def test_the_memory_of_a_host_for_standbys_is_that_of_a_process_with_torch_for_each(make: Any) -> None:
+    plan = make(run={"standby": 2})
+    size: int = planning.describe_with_pipeline(plan)["memory"]["standby_bytes_per_host"]
+    assert 2 * 100e6 < size < 2 * 2e9
+    assert " MB of each host for the standbys (" in planning.render_with_pipeline(plan)
+
+
 def test_activations_are_those_of_the_plans_micro_batch(make: Any) -> None:
     memory = [inspect(make(training={"batch_size": size})).memory[0] for size in (8, 16)]
     assert memory[1].activations == 2 * memory[0].activations

@@ -104,6 +104,8 @@ def test_settings_without_a_meaning_are_errors(make: Any, training: Any, pod: An
         ({"pod": {"num_instances": 2}}, "--num-instances 1"),
         ({"pod": {"num_instances": 1, "bind_cores": True}}, "--bind-cores has no effect with --fleet inline"),
         ({"run": {"snapshot_every": 2}}, "--snapshot-every has no effect with --fleet inline"),
+        ({"run": {"standby": 1}}, "--standby has no effect with --fleet inline"),
+        ({"run": {"standby": 1, "max_restarts": 0, "fleet": "ray"}}, "--standby 1 has no effect with --max-restarts 0"),
         ({"run": {"reset_command": "reset"}}, "--reset-command has no effect with --fleet inline"),
         *(
             ({"data": {"dataset": name, "data_dir": "/images"}}, f"--data-dir has no effect on {rest}")
