@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -280,7 +281,10 @@ def _accepts_connections(address: str) -> bool:
 
 @contextlib.contextmanager
 def _keep_sigterm_handler(ray: Any) -> Iterator[None]:
-    """Prevent Ray from replacing the SIGTERM handler: the SystemExit of Ray's own may be raised where it is ignored."""
+    """Prevent Ray from replacing the SIGTERM handler: the SystemExit of Ray's own may be raised where it is ignored.
+
+    Ray also puts a handler in C++ before that of Python, which prints stacks and aborts the process 3 s later.
+    """
     utils = ray._private.utils
     replaced = utils.set_sigterm_handler
     utils.set_sigterm_handler = lambda handler: None
@@ -288,6 +292,9 @@ def _keep_sigterm_handler(ray: Any) -> Iterator[None]:
         yield
     finally:
         utils.set_sigterm_handler = replaced
+        handler = signal.getsignal(signal.SIGTERM)  # None: one in C++ of this program
+        if handler is not None and threading.current_thread() is threading.main_thread():  # which can set handlers
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager

@@ -61,8 +61,8 @@ def leave_terminal() -> None:
 def cancel_abort() -> None:
     """Cancel the alarm by which Ray aborts a process that has not ended 3 seconds after SIGTERM.
 
-    `ray.init()` installs a C++ handler before the one of Python, which sets that alarm although the signal is handled.
-    A handler of a run that still saves a checkpoint and ends its instances calls this first.
+    During `ray.init()` a C++ handler lies before the one of Python, which sets that alarm although the signal is
+    handled. A handler of a run that still ends its instances calls this first.
     """
     remaining_s = signal.alarm(0)
     if remaining_s > _RAY_ABORTS_AFTER_S:  # another alarm
