@@ -29,7 +29,16 @@ from raypod.errors import (
     UserError,
     summarize_exception,
 )
-from raypod.events import CheckpointBegun, CheckpointSaved, EvaluationDone, Event, InstanceWarned, Repaired, RunStarted
+from raypod.events import (
+    CheckpointBegun,
+    CheckpointSaved,
+    EvaluationDone,
+    Event,
+    InstanceWarned,
+    PhaseBegun,
+    Repaired,
+    RunStarted,
+)
 from raypod.fleet.base import Fleet
 from raypod.fleet.choice import fleet_for
 from raypod.host.abort import on_abort
@@ -184,7 +193,7 @@ class Training:
         self._started_at_s = time.monotonic() if started_at_s is None else started_at_s
         self._started_unix_s = time.time() - (time.monotonic() - self._started_at_s)
         self.metrics = MetricsAggregator(run.plan, self._started_at_s)
-        self._elsewhere, self._state = Elsewhere(run.plan), None  # type: Elsewhere, Optional[run_state.StateFile]
+        self._elsewhere = Elsewhere(run.plan)
 
     def events(self) -> Generator[Event, None, None]:
         """Yield the events of the run, and write its files: after the last event `summary.json` and `report.html`.
@@ -224,7 +233,7 @@ class Training:
             run_folder.write_summary(plan, self.metrics, self._last_events, self._evaluations, more, before)
 
     def _checked(self, events: coordinator.Events) -> Iterator[Event]:
-        """Yield the events, and check the run folder; a lost one is thrown into them before a checkpoint is begun.
+        """Yield the events, and check the run folder; a lost one is thrown into them before something is begun in it.
 
         Then no call is in progress, so that the newest state can be saved elsewhere.
         """
@@ -237,7 +246,7 @@ class Training:
                 return
             lost = None
             lease.check()
-            if isinstance(event, CheckpointBegun):
+            if isinstance(event, CheckpointBegun) or (isinstance(event, PhaseBegun) and event.phase == "repairing"):
                 try:
                     lease.check_folder()
                 except FolderLost as error:
@@ -252,7 +261,7 @@ class Training:
         `parts` gets the writers of the two files.
         """
         plan, folder = self._run.plan, self._run.claim.folder
-        state = self._state = stack.enter_context(run_state.StateFile(folder, plan, self._stop.exit_code))
+        state = stack.enter_context(run_state.StateFile(folder, plan, self._stop.exit_code))
         parts.append(state)
         yield state
         yield CoordinatorLogTimes(folder)
@@ -311,8 +320,6 @@ class Training:
 
     def _leave_folder(self, lost: FolderLost) -> None:
         """End the calls in progress: then the state is saved elsewhere. Called in the thread of the lease."""
-        if self._state is not None:
-            self._state.is_lost = True
         self._stop.request(f"{lost.folder} is lost")
 
     def _show_way_on(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:

@@ -178,7 +178,7 @@ def unique_file(checkpoints: Path) -> Iterator[Optional[Path]]:
     """Create a file in the folder that no other disk has, for the duration of the block; yield None if that fails."""
     path = checkpoints / (secrets.token_hex(16) + _PARTIAL)  # a killed process leaves it to `new_checkpoint`
     try:
-        checkpoints.mkdir(exist_ok=True)  # as `new_checkpoint`
+        files.make_folder(checkpoints)  # as `new_checkpoint`
         path.touch(exist_ok=False)
     except OSError:
         yield None
@@ -207,12 +207,12 @@ def new_checkpoint(checkpoints: Path, update: int) -> Iterator[Path]:
     Raises:
         OSError: the file system's own, also from the block. Partial files are removed.
     """
-    checkpoints.mkdir(exist_ok=True)  # not its parents: the disk of the run folder may be unmounted
+    files.make_folder(checkpoints)
     _remove_leftovers(checkpoints)
     target, latest = checkpoint_path(checkpoints, update), checkpoints / _LATEST
     partial, partial_latest = (path.with_name(path.name + _PARTIAL) for path in (target, latest))
     try:
-        partial.mkdir()
+        files.make_folder(partial)
         yield partial
         # A full disk is found here: once the checkpoint has its name, it counts.
         with files.new_file(partial_latest) as file:

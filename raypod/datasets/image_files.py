@@ -100,8 +100,7 @@ class ImageWalk:
 
         `inside` identifies the folders above. OSError if a folder cannot be read.
         """
-        status = os.stat(folder)  # noqa: PTH116 - faster than pathlib, as all of this function
-        identity = (status.st_dev, status.st_ino)
+        identity = _identity(folder)
         if identity in inside:
             self.skipped["linked to a folder above"] += 1
             return
@@ -120,9 +119,13 @@ class ImageWalk:
     def classes(self, folder: Path) -> Dict[str, List[str]]:
         """Return the images of each subfolder. A folder that does not exist has none. OSError as `images`."""
         found: Dict[str, List[str]] = {}
-        for entry in self._visible(str(folder)) if folder.is_dir() else ():
+        if not folder.is_dir():
+            return found
+        whole = folder.resolve()
+        above = frozenset(_identity(str(each)) for each in (whole, *whole.parents))
+        for entry in self._visible(str(folder)):
             if entry.is_dir():
-                found[entry.name] = list(self.images(entry.path))
+                found[entry.name] = list(self.images(entry.path, above))
             else:
                 self.skipped["outside of the class folders"] += 1
         return found
@@ -142,6 +145,11 @@ class ImageWalk:
         others = [("of other kinds", sum(number for _, number in kinds[_KINDS_SHOWN:]))] if kinds[_KINDS_SHOWN:] else []
         shown = ", ".join(f"{number} {kind}" for kind, number in [*kinds[:_KINDS_SHOWN], *others])
         return as_utf8(shown and f"skipped: {shown}")
+
+
+def _identity(folder: str) -> Tuple[int, int]:
+    status = os.stat(folder)  # noqa: PTH116 - faster than pathlib
+    return status.st_dev, status.st_ino
 
 
 class ImageFiles:

@@ -327,12 +327,12 @@ def wait_for_hosts(address: str, within_s: float, hosts: List[str]) -> Dict[str,
 
 
 def driver_report(address: str) -> Dict[str, object]:
-    """Return the drivers of the cluster, and why they are unknown; no process listens on its port: it does not run."""
+    """Return the drivers of the cluster, why they are unknown, and whether it `runs`: a process listens on its port."""
     try:
-        return {"drivers": drivers(address, own_token()), "error": ""}
+        return {"drivers": drivers(address, own_token()), "error": "", "runs": True}
     except OSError as error:
         is_refused = str(error).endswith(os.strerror(errno.ECONNREFUSED))
-        return {"drivers": [], "error": "" if is_refused else str(error)}
+        return {"drivers": [], "error": "" if is_refused else str(error), "runs": not is_refused}
 
 
 def _resolved(host: str) -> str:

@@ -15,6 +15,7 @@ from raypod.errors import InstanceFailed, RaypodError, RunError, summarize_excep
 from raypod.events import CallReport, ClockReading, EvaluationReport, InstanceStarted
 from raypod.fleet.base import Beat, Family, Labels
 from raypod.host import sdk, torchvision_import
+from raypod.host.files import make_folder, open_to_append
 from raypod.host.spans import recorder
 from raypod.instance import collectives
 from raypod.plan import user_code
@@ -161,8 +162,8 @@ class InlineFleet:
         except Exception as error:  # the SDK and the user's code can raise any exception
             log_file = Path(self._plan.log_file(0))
             with contextlib.suppress(OSError):  # the disk is full, for example; the message has the cause
-                log_file.parent.mkdir(parents=True, exist_ok=True)
-                with log_file.open("a", encoding="utf-8", errors="backslashreplace") as log:
+                make_folder(log_file.parent)
+                with os.fdopen(open_to_append(log_file), "a", encoding="utf-8", errors="backslashreplace") as log:
                     traceback.print_exc(file=log)
             host = self._plan.placement.instances[0].host
             cause = f"{summarize_exception(error)}{user_code.place_of(error)}"

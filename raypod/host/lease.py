@@ -17,6 +17,7 @@ from typing import Callable, Iterator, List, Optional, Tuple
 from raypod.errors import FolderLost, LeaseHeld, LeaseLost
 from raypod.host import lease_file
 from raypod.host.files import new_file, replace_file
+from raypod.host.held_folder import HeldFolder
 from raypod.host.lease_file import EXPIRES_AFTER_S, GONE, POLL_S, Holder, LeaseFile, Log
 
 _END_WITHIN_S = 120.0  # for a holder to end after another process has taken over
@@ -92,7 +93,7 @@ class Lease:
         # Called once, in the thread of the lease, instead of an interruption if the folder is lost: the process ends
         # its calls, and then calls `check_folder`.
         self.on_folder_lost: Optional[Callable[[FolderLost], None]] = None
-        self._descriptor = os.open(str(path.parent), os.O_RDONLY | os.O_DIRECTORY)  # knows it without its path
+        self._held = HeldFolder(path.parent, mark=path)
         self._renewed_s = time.monotonic()
         self._is_late = self._has_warned = self._has_ended = self._interrupts = False
         self._lock = threading.Lock()  # of _interrupts
@@ -139,7 +140,7 @@ class Lease:
 
     def check_folder(self) -> None:
         """Raise FolderLost if the path of the folder leads elsewhere by now, before something is written into it."""
-        if not os.path.lexists(str(self._path)) and self._is_elsewhere():
+        if self._held.is_elsewhere():
             raise FolderLost(str(self.folder))
 
     @contextlib.contextmanager
@@ -176,9 +177,8 @@ class Lease:
         self._has_ended = True
         self._wake.set()
         self._thread.join(_WAKE_S)
-        if not self._thread.is_alive() and self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if not self._thread.is_alive():
+            self._held.close()
 
     def release(self) -> None:
         """End the lease. May be called repeatedly."""
@@ -219,7 +219,7 @@ class Lease:
         except OSError as error:
             if error.errno not in GONE:
                 raise
-            if self._is_elsewhere():
+            if self._held.is_elsewhere():
                 self._lose(FolderLost(str(self.folder)))
                 return
         newest = lease_file.current(self.folder)
@@ -239,15 +239,6 @@ class Lease:
         with self._lock:
             if self._interrupts:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
-
-    def _is_elsewhere(self) -> bool:
-        """Return whether the path of the folder leads to another folder, or to none, than when it was acquired."""
-        try:
-            return not os.path.samestat(os.fstat(self._descriptor), self.folder.stat())
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-        except OSError:  # the disk does not answer
-            return False
 
     def _warn(self, cause: str) -> None:
         if not self._has_warned:

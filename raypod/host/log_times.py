@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import List, NamedTuple, Optional
 
+from raypod.host.files import open_to_append
+
 _INTERVAL_S = 2.0  # between two marks; no mark is written for a log that has not grown
 
 
@@ -42,7 +44,7 @@ class LogTimes:
         with contextlib.suppress(OSError):
             size = self._log.stat().st_size
             if size != self._marked_bytes:
-                descriptor = os.open(str(self._path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                descriptor = open_to_append(self._path)
                 try:
                     os.write(descriptor, f"{time.time():.3f} {size}\n".encode())
                 finally:

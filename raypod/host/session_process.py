@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Sequence
 
 import raypod
+from raypod.host.files import open_to_append
 
 _KILLED_S = 10.0  # for a process that was killed to end
 
@@ -22,7 +23,7 @@ def start_module(module: str, arguments: Sequence[str], log: Path) -> subprocess
         OSError: the log cannot be written, or the process cannot be started.
     """
     paths = [str(Path(raypod.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
-    with log.open("ab") as output:
+    with os.fdopen(open_to_append(log), "ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,

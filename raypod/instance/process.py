@@ -21,6 +21,8 @@ from raypod.errors import ClusterError, CollectiveBroken, ConfigError, DeviceFai
 from raypod.events import CallReport, EvaluationReport, HeartbeatReport, InstanceStarted
 from raypod.host import process, sdk, torchvision_import
 from raypod.host.activity_record import ActivityRecord, Identity
+from raypod.host.files import open_to_append
+from raypod.host.held_folder import HeldFolder
 from raypod.host.last_line import LastLine
 from raypod.host.log_times import LogTimes
 from raypod.host.spans import recorder
@@ -66,6 +68,7 @@ class InstanceProcess:
         """Become an instance: use its log file, environment and cores. `how` is written to the log."""
         plan, self._index = self._plan, index
         _redirect_output(Path(plan.log_file(index)))
+        self._run_dir = HeldFolder(Path(plan.run_dir))  # until the process ends
         self._log_times = LogTimes(Path(plan.log_file(index)))
         self._last_line = LastLine(Path(plan.log_file(index)))
         sys.stdout.write(f"{log_header(plan, index, str(os.getpid()))}{how} on {socket.gethostname()}\n")
@@ -255,7 +258,7 @@ def _cause_of(broken: CollectiveBroken) -> str:
 def _redirect_output(path: Path) -> None:
     """Redirect stdout and stderr, also those of C++ code and of child processes, to the instance's log file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = open_to_append(path)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(descriptor, number)

@@ -57,17 +57,24 @@ def make_way(cluster: Cluster, file: ClusterFile, stops: bool, say: Say) -> None
         say("they have ended; once Ray runs again, the same command continues a training")
 
 
+def is_running(cluster: Cluster, file: ClusterFile) -> bool:
+    """Return whether Ray runs on the head; also if that is unknown, because it does not answer."""
+    answer = _answer_of_head(cluster, file).json_object("drivers")
+    return answer is None or bool(answer["runs"])
+
+
 def _drivers(cluster: Cluster, file: ClusterFile) -> Tuple[List[Driver], str]:
     """Return the programs that use the cluster, and why they are unknown; no Ray on the head: there are none."""
-    words = ["--drivers", str(cluster.gcs_address)]
-    head = cluster.hosts[0]
-    done = ssh.run_on(
-        head, cluster.ssh, gcs_words(file, words), Path(gcs.__file__).read_text(), gcs.DRIVERS_S + ssh.SLACK_S
-    )
+    done = _answer_of_head(cluster, file)
     answer = done.json_object("drivers")
     if answer is None:
-        return [], f"{head.name}: {done.error or 'no JSON in ' + done.excerpt}"
+        return [], f"{cluster.hosts[0].name}: {done.error or 'no JSON in ' + done.excerpt}"
     return answer["drivers"], answer["error"]
+
+
+def _answer_of_head(cluster: Cluster, file: ClusterFile) -> ssh.Result:
+    words, program = ["--drivers", str(cluster.gcs_address)], Path(gcs.__file__).read_text()
+    return ssh.run_on(cluster.hosts[0], cluster.ssh, gcs_words(file, words), program, gcs.DRIVERS_S + ssh.SLACK_S)
 
 
 def gcs_words(file: ClusterFile, words: List[str]) -> List[str]:

@@ -30,6 +30,7 @@ from raypod.pod import (
     collect_copies,
     file_checks,
     host_folders,
+    join_head,
     ray_logs,
     ssh,
     started,
@@ -63,14 +64,17 @@ def up(argv: Sequence[str]) -> int:
     cluster = cluster_from(file, args.file)
     for warning in file_checks.launch_warnings(file):
         _say(f"{args.file}, {warning}")
+    joins = args.no_restart and stop_runs.is_running(cluster, file)
+    if joins:
+        join_head.take_token(cluster, file, _say)
     _prepare_token(file_checks.token_source(file))
     _check_ssh(cluster)
     with up_lock.held(cluster, _say):
-        return _start(args, cluster, file, began_s)
+        return _start(args, cluster, file, began_s, joins)
 
 
-def _start(args: Namespace, cluster: Cluster, file: ClusterFile, began_s: float) -> int:
-    """Start Ray, or only copy the sources, while no other `raypod up` does."""
+def _start(args: Namespace, cluster: Cluster, file: ClusterFile, began_s: float, joins: bool) -> int:
+    """Start Ray, or only copy the sources, while no other `raypod up` does. It `joins` a running head."""
     _check_folders(cluster, file)
     if not args.no_restart:
         stop_runs.make_way(cluster, file, args.stop_runs, _say)
@@ -79,6 +83,8 @@ def _start(args: Namespace, cluster: Cluster, file: ClusterFile, began_s: float)
     flags = ["--no-config-cache", *(["--no-restart"] if args.no_restart else [])]
     workers = [host.address for host in cluster.hosts[1:]]
     if args.no_restart:
+        if joins:
+            join_head.note_running_head(cluster, args.file, Path(_temp_folder(), "ray"))
         failed = _change_workers(cluster, file, autoscaler_hosts.KEEP, workers)
     else:
         _remove_launcher_state(cluster)

@@ -117,7 +117,7 @@ def end_of(error: BaseException) -> Tuple[str, int, str]:
 
 
 class StateFile:
-    """Writes the state of the run of this process; nothing once its folder `is_lost`."""
+    """Writes the state of the run of this process."""
 
     def __init__(self, run_dir: Path, plan: Plan, preemption_exit_code: int = cli.INTERRUPTED) -> None:
         self._path, self._plan, self._preemption_exit_code = run_dir / NAME, plan, preemption_exit_code
@@ -125,7 +125,7 @@ class StateFile:
         own = (os.getpid(), ticks, socket.gethostname())
         job, samples_are = submission_id_of(os.environ), plan.task.samples_are
         self._state = RunState(*own, STARTING, 0, plan.total_updates, submission_id=job, samples_are=samples_are)
-        self._next_write_s, self.is_lost = 0.0, False
+        self._next_write_s = 0.0
         self._stack = contextlib.ExitStack()
         self._write(self._state)
 
@@ -180,10 +180,8 @@ class StateFile:
 
     def _write(self, state: RunState) -> None:
         self._state, began_s = state, time.monotonic()
-        if self.is_lost:
-            return
         content = strict_json(dataclasses.asdict(dataclasses.replace(state, written_at_s=time.time())))
-        with contextlib.suppress(OSError):  # a full disk: the file keeps an older state
+        with contextlib.suppress(OSError):  # a full or lost disk: the file keeps an older state
             replace_file(self._path, (content + "\n").encode())
         took_s = time.monotonic() - began_s
         self._next_write_s = began_s + max(_WRITE_INTERVAL_S, took_s / _SHARE)

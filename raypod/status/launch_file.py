@@ -12,6 +12,7 @@ from typing import Any, Dict, Optional, Sequence
 from raypod.errors import RaypodError
 from raypod.host.abort import on_abort
 from raypod.host.files import parse_json, replace_file, strict_json
+from raypod.host.held_folder import HeldFolder
 from raypod.host.process import process_start_ticks
 from raypod.record.run_state import DONE, RUNNING, end_of
 
@@ -28,6 +29,7 @@ class LaunchFile:
     def __init__(self, folder: Path, command: Sequence[str], hosts: Sequence[str]) -> None:
         """`hosts` holds the host of each instance, in instance order."""
         self._path, self.exit_code = folder / NAME, 0
+        self._folder = HeldFolder(folder)
         self._content: Dict[str, Any] = {
             "pid": os.getpid(),
             "started_ticks": process_start_ticks(os.getpid()) or 0,  # in clock ticks since boot: pids are reused
@@ -50,6 +52,7 @@ class LaunchFile:
     def __exit__(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
         self._stack.close()
         self._record_end(error)
+        self._folder.close()
 
     def _record_end(self, error: Optional[BaseException]) -> None:
         state, exit_code, message = (DONE, self.exit_code, "") if error is None else end_of(error)

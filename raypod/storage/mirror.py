@@ -17,6 +17,7 @@ from typing import Callable, List, Optional
 
 from raypod.errors import LeaseLost
 from raypod.events import CheckpointSaved, Event, RunStarted
+from raypod.host.files import make_folder
 from raypod.host.session_process import end_session, start_module
 from raypod.plan.plan import Plan
 from raypod.record.run_folder import LOGS, SUMMARY
@@ -78,7 +79,7 @@ class Mirror:
             return ""
         self._kill()
         with contextlib.suppress(OSError):
-            (folder / LOGS).mkdir(exist_ok=True)
+            make_folder(folder / LOGS)
             memory.write(folder, self._known)
         self._folder = folder
         self._begin()

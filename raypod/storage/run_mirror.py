@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -12,6 +13,7 @@ from typing import Any, Callable, Dict, List
 from typing_extensions import Protocol
 
 from raypod.checkpoint.format import Retention
+from raypod.host import held_folder
 from raypod.host.files import parse_json, replace_file, strict_json
 from raypod.host.retries import growing, retried
 from raypod.record.run_folder import SUMMARY
@@ -54,7 +56,7 @@ class RunMirror:
         self._index = RemoteIndex(store, self._memory.run_id, writer, is_known, is_own_log)
         self._files = MirroredFiles(run_dir, store, self._index)
         self._checkpoints = MirroredCheckpoints(run_dir, store, kept, self._index.check)
-        self._before = self._memory  # the counts of an earlier process of this run
+        self._before = self._written = self._memory  # the counts of an earlier process of this run; what the file has
         self._failed_in_a_row = 0
         self._is_new = True  # the connection
         self.is_taken = False
@@ -93,6 +95,7 @@ class RunMirror:
             gap_s -= 0.1
 
     def _round(self, commands: Commands) -> None:
+        held_folder.check(self._run_dir)  # another folder there has nothing of this run
         self._store.is_busy = True
         saved = commands.take()
         for name in saved:
@@ -169,9 +172,11 @@ class RunMirror:
         if "pending" in changed:
             changed["pending"] = tuple(changed["pending"])
         found = dataclasses.replace(self._counted(), **changed)
-        if found != self._memory:
-            self._memory = found
-            memory.write(self._run_dir, found)
+        self._memory = found
+        if found != self._written:
+            with contextlib.suppress(OSError):  # a full or lost disk: the file keeps an older state
+                memory.write(self._run_dir, found)
+                self._written = found
 
 
 def add_to_summary(run_dir: Path, found: Memory, url: str) -> None:

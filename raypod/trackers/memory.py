@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Optional
 
-from raypod.host.files import parse_json, replace_file
+from raypod.host.files import make_folder, parse_json, replace_file
 from raypod.trackers.tracker import Steps
 
 FOLDER = "trackers"
@@ -49,5 +49,5 @@ def read(path: Path) -> Memory:
 
 def write(path: Path, memory: Memory) -> None:
     """Replace the file. OSError if it cannot be written."""
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     replace_file(path, (json.dumps(dataclasses.asdict(memory)) + "\n").encode())

@@ -7,6 +7,7 @@ tells how it ended, and without one the coordinator has died. From then on the p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from raypod.errors import summarize_exception
-from raypod.host.files import file_lock, parse_json
+from raypod.host import held_folder
+from raypod.host.files import file_lock, make_folder, parse_json
 from raypod.host.redaction import Redaction, redacted_output
 from raypod.plan import user_code
 from raypod.plan.resolve import read_yaml
@@ -69,6 +71,7 @@ class Session:
         """`path` is the file of the memory."""
         self._make, self._run_dir, self._started_unix_s, self._path = make, run_dir, started_unix_s, path
         self._memory = dataclasses.replace(memory.read(path), is_complete=False, error="")
+        self._written = self._memory  # what the file has
         self._redaction = Redaction(os.environ)
         self._tracker: Optional[Tracker] = None
         self._follower: Optional[Follower] = None
@@ -132,9 +135,11 @@ class Session:
 
     def _remember(self, **changed: Any) -> None:
         changed_memory = dataclasses.replace(self._memory, **changed)
-        if changed_memory != self._memory:
-            self._memory = changed_memory
-            memory.write(self._path, changed_memory)
+        self._memory = changed_memory
+        if changed_memory != self._written:
+            with contextlib.suppress(OSError):  # a full or lost disk: the file keeps an older state
+                memory.write(self._path, changed_memory)
+                self._written = changed_memory
 
 
 def parameters_of(run_dir: Path) -> Dict[str, str]:
@@ -202,9 +207,9 @@ def main() -> int:
     end = End(args.timeout_s)
     threading.Thread(target=end.listen, name="end", daemon=True).start()
     path = memory.path_of(args.run_dir, args.tracker)
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     # The process of an interrupted run may still record the rest, while the run is resumed.
-    with redacted_output(Redaction(os.environ)), file_lock(
+    with redacted_output(Redaction(os.environ)), held_folder.held(args.run_dir), file_lock(
         path.with_suffix(".lock"), args.timeout_s + _LOCK_MARGIN_S, "run.tracker_timeout_s"
     ):
         session = Session(lambda: make_tracker(args.tracker), args.run_dir, started_unix_s, path)

@@ -165,6 +165,15 @@ def test_hidden_and_other_files_are_no_samples_and_are_counted(folder: Path, mak
         datasets.load(config(folder))
 
 
+@pytest.mark.parametrize("above", [".", "train", ".."])
+def test_a_link_to_a_folder_above_the_classes_adds_no_images_of_others(folder: Path, above: str) -> None:
+    before = len(datasets.load(config(folder)).train)
+    (folder / "train" / "dog" / "back").symlink_to(folder / above, target_is_directory=True)
+    image_folders.touch(folder / "train" / "dog")
+    assert len(datasets.load(config(folder)).train) == before
+    assert "1 linked to a folder above" in datasets.dataset_size(config(folder)).notes[0]
+
+
 def test_links_are_followed_and_loops_end(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     picture = (folder / "train" / "cat" / "e.png").read_bytes()

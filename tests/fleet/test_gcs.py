@@ -139,7 +139,7 @@ def test_the_drivers_of_a_cluster_are_known_without_those_of_ray(
 @pytest.mark.parametrize(
     ("file", "arguments", "expected"),
     [
-        (gcs.__file__, ["--drivers", "127.0.0.1:1"], {"drivers": [], "error": ""}),
+        (gcs.__file__, ["--drivers", "127.0.0.1:1"], {"drivers": [], "error": "", "runs": False}),
         (active_runs.__file__, ["folders", "[]"], {"folders": {}}),
         (gcs.__file__, ["127.0.0.1:1", "0", "here"], {"missing": ["here"]}),
         (stop_cluster.__file__, ["no-such-cluster"], {"found": 0, "left": 0}),

@@ -323,16 +323,18 @@ def test_an_added_host_is_told_to_the_running_autoscaler_after_the_files_are_on_
         if "cluster-pod64.state" in "".join(words):
             assert words[:3] == ["bash", "-c", 'exec python3 - /tmp/ray-$(id -un)/ray/cluster-pod64.state "$@"']
             calls.append([host.address, *words[4:]])
-        answers = {"failed": ["10.0.0.13"], "drivers": [], "missing": [], "error": "", "raylet": 1, "changes": []}
+        answers: Dict[str, Any] = {"failed": ["10.0.0.13"], "drivers": [], "missing": [], "error": "", "raylet": 1}
+        answers.update(changes=[], runs=True, token=None)
         return ssh.Result(0, json.dumps(answers), "")
 
     monkeypatch.setattr(ssh, "run_on", run_on)
     monkeypatch.setattr(up_lock, "held", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(up, "_run_ray", lambda *_: calls.append(["ray up"]))
+    monkeypatch.setattr(up.join_head, "note_running_head", lambda *_: calls.append(["joins"]))
     monkeypatch.setattr(up.collect_copies, "collect", lambda *_: None)
     assert main(["up", "--no-restart", str(SHIPPED)]) == 0
     head, workers = "10.0.0.11", ["10.0.0.12", "10.0.0.13", "10.0.0.14"]
-    expected = [[head, "keep", *workers], ["ray up"], [head, "again", "10.0.0.13"], [head, "add", *workers]]
+    expected = [["joins"], [head, "keep", *workers], ["ray up"], [head, "again", "10.0.0.13"], [head, "add", *workers]]
     assert calls == expected
     calls.clear()
     assert main(["up", str(SHIPPED)]) == 0
