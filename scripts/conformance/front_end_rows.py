@@ -246,6 +246,8 @@ ROWS: Dict[str, Row] = {
         (*_ONE, "--optimizer", "adamw", "--learning-rate", "0.002", "--max-grad-norm", "1.0")
     ),
     "lamb": _like_emulated((*_ONE, "--optimizer", "lamb", "--learning-rate", "0.02")),
+    "rmsprop": _like_emulated((*_ONE, "--optimizer", "rmsprop", "--learning-rate", "0.002")),
+    "rmsprop as in TensorFlow": _like_emulated((*_ONE, "--optimizer", "rmsprop", "--rmsprop-tf")),
     "options of the section ipu": _like_emulated((*_ONE, *_IPU, "--loss-scaling", "128"), "16.16"),
     "resnet 16.32": _like_emulated(_ONE, "16.32"),
     "resnet 16.16": _like_emulated((*_ONE, "--loss-scaling", "128"), "16.16"),
