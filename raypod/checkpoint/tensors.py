@@ -143,9 +143,15 @@ def unpack_flat(flat: np.ndarray) -> Any:
 
 
 def copy_to_cpu(nested: Any) -> Any:
-    """Return the same nested state with a contiguous copy of every tensor on the CPU."""
+    """Return the same nested state with a contiguous copy of every tensor on the CPU.
+
+    A copy is a plain tensor: PopTorch's class of buffers reads the weights back from the device at each access, of a
+    copy, too, and from any thread.
+    """
     if isinstance(nested, torch.Tensor):
-        return nested.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        copy = torch.empty(nested.shape, dtype=nested.dtype, device="cpu")
+        copy.copy_(nested.detach())
+        return copy
     if isinstance(nested, Mapping):
         return {key: copy_to_cpu(value) for key, value in nested.items()}
     if isinstance(nested, (list, tuple)):

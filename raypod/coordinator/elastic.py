@@ -13,6 +13,7 @@ from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import restart_point
 from raypod.coordinator.kept_state import KeptState
 from raypod.coordinator.recovery import FailurePolicy, begin
+from raypod.coordinator.resets import Resets
 from raypod.coordinator.same_data import COPY_FILES, check_same_data
 from raypod.coordinator.stop import Stop
 from raypod.errors import ClusterError, ConfigError, HostLost, PodTooSmall, WaitTimedOut
@@ -91,8 +92,8 @@ class Elastic:
         self._sources = fleet.started()[0].sources  # the files of raypod with which the run began
         self._skipped: Set[str] = set()  # hosts with other files
 
-    def shrink(self, gone: HostLost, began_s: float) -> Iterator[Event]:
-        """Continue on the hosts that are left, after `gone`: no host can replace it.
+    def shrink(self, gone: HostLost, began_s: float, resets: Resets) -> Iterator[Event]:
+        """Continue on the hosts that are left, after `gone`: no host can replace it. `resets` are due there.
 
         Raises:
             HostLost: too few hosts are left.
@@ -102,7 +103,7 @@ class Elastic:
             yield from self._kept.save()
         if self._schedule.last is None and self._schedule.failed is not None:
             raise self._schedule.not_saved(0.0)
-        yield from self._resize_until_done(f"host {gone.host} is lost", began_s, gone)
+        yield from self._resize_until_done(f"host {gone.host} is lost", began_s, gone, resets)
 
     def can_grow(self) -> bool:
         """Return whether hosts have returned, so that more replicas fit."""
@@ -121,7 +122,7 @@ class Elastic:
         Raises:
             HostLost, RunError: as `shrink`.
         """
-        yield from self._resize_until_done(cause, time.monotonic(), None)
+        yield from self._resize_until_done(cause, time.monotonic(), None, Resets(self._full, self._fleet))
 
     def _has_more(self, room: List[Room]) -> bool:
         plan = self._fit(room)
@@ -143,12 +144,14 @@ class Elastic:
         yield from self._metrics.take_calls()
         yield from updates
 
-    def _resize_until_done(self, cause: str, began_s: float, gone: Optional[HostLost]) -> Iterator[Event]:
+    def _resize_until_done(
+        self, cause: str, began_s: float, gone: Optional[HostLost], resets: Resets
+    ) -> Iterator[Event]:
         """Start the largest plan that fits, from the newest checkpoint; choose again if a host is lost meanwhile."""
         while True:
             plan, skipped = self._choose(gone), len(self._skipped)
             try:
-                yield from self._resize(plan, cause, began_s)
+                yield from self._resize(plan, cause, began_s, resets)
                 if len(self._skipped) == skipped:
                     return
             except (FleetBroken, ClusterError, WaitTimedOut) as error:
@@ -157,6 +160,7 @@ class Elastic:
                 decision = self._policy.decide(broken, self._metrics.position, time.monotonic())
                 if decision.error is not None:
                     raise decision.error from error
+                resets.add(decision.resets)
 
     def _choose(self, gone: Optional[HostLost]) -> Plan:
         """Return the largest plan that fits.
@@ -186,7 +190,7 @@ class Elastic:
         if self._stop.must_leave:
             self._stop.leave()
 
-    def _resize(self, plan: Plan, cause: str, began_s: float) -> Iterator[Event]:
+    def _resize(self, plan: Plan, cause: str, began_s: float, resets: Resets) -> Iterator[Event]:
         yield PhaseBegun("repairing", self._metrics.position)
         checkpoint, damaged = restart_point(plan.run_dir, self._resumed)
         update = checkpoint.update if checkpoint else 0
@@ -213,6 +217,7 @@ class Elastic:
         if different:
             return
         check_same_data(plan, started, checkpoint)
+        resets.run(is_resized=True)
         self._schedule.resize(plan, started[0])
         begin(plan, self._fleet, checkpoint)
         self._kept.lost = set()
@@ -222,4 +227,5 @@ class Elastic:
         source = "the beginning" if checkpoint is None else str(checkpoint.path)
         new, seconds = tuple(range(len(started))), time.monotonic() - began_s
         restarts, generation = self._policy.restarts, self._schedule.generation
-        yield Repaired(new, tuple(hosts), source, update, seconds, restarts, generation, tuple(damaged), tuple(started))
+        places = (new, tuple(hosts), source, update)
+        yield Repaired(*places, seconds, restarts, generation, tuple(damaged), tuple(started), resets.hosts)

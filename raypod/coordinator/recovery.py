@@ -144,8 +144,8 @@ class FailurePolicy:
 class Shrinking(Protocol):
     """Continues a run with fewer replicas: `elastic.Elastic`."""
 
-    def shrink(self, gone: HostLost, began_s: float) -> Iterator[Event]:
-        """Continue after `gone`: no host can replace it."""
+    def shrink(self, gone: HostLost, began_s: float, resets: Resets) -> Iterator[Event]:
+        """Continue after `gone`: no host can replace it. `resets` are due."""
 
 
 class Recovery:
@@ -198,7 +198,7 @@ class Recovery:
         except FleetBroken as broken:
             yield from self._repair(broken, moving)
         except HostLost as gone:
-            yield from self._shrink(gone, time.monotonic())
+            yield from self._shrink(gone, time.monotonic(), Resets(self._plan, self._fleet))
 
     def can_move_away_from(self, hosts: Sequence[str]) -> bool:
         """Return whether other hosts have room for the instances on `hosts`, and other instances have the state."""
@@ -235,13 +235,13 @@ class Recovery:
             except FleetBroken as again:
                 broken = again
             except HostLost as gone:
-                yield from self._shrink(gone, began_s)
+                yield from self._shrink(gone, began_s, resets)
                 return
 
-    def _shrink(self, gone: HostLost, began_s: float) -> Iterator[Event]:
+    def _shrink(self, gone: HostLost, began_s: float, resets: Resets) -> Iterator[Event]:
         if self._elastic is None:
             raise gone
-        yield from self._elastic.shrink(gone, began_s)
+        yield from self._elastic.shrink(gone, began_s, resets)
 
     def _replace(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import List, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 from raypod.events import InstanceLost
 from raypod.fleet.base import Fleet, failure_of
@@ -40,8 +40,10 @@ class Resets:
         """Add the resets for `losses`."""
         self._due = [*self._due, *losses]
 
-    def run(self) -> None:
+    def run(self, is_resized: bool = False) -> None:
         """Execute the command in the replacement of each failed instance, while no instance has a device.
+
+        `is_resized`: the instances have other numbers now, and those of a host that is left need no reset.
 
         Raises:
             InstanceFailed: the command has failed.
@@ -49,11 +51,23 @@ class Resets:
         """
         while self._due and self._command is not None:
             loss = self._due[0]
-            arguments = (self._command, loss.recovery_action, self._timeout_s)
-            reason = self._fleet.call_on((loss.instance,), "reset_devices", *arguments)[loss.instance]
-            host = self._fleet.hosts()[loss.instance]
-            if reason:
-                cause = f"{loss.cause}; the reset command {self._command!r} on host {host} has failed: {reason}"
-                raise failure_of(dataclasses.replace(loss, cause=cause))
-            self.hosts = (*self.hosts, host)
+            instance = self._instance_for(loss) if is_resized else loss.instance
+            if instance is not None:
+                self._reset(loss, instance, self._command)
             del self._due[0]
+
+    def _instance_for(self, loss: InstanceLost) -> Optional[int]:
+        """Return an instance on the host of a lost one; any for a partition, None if the host has no instance."""
+        hosts = self._fleet.hosts()
+        if loss.host in hosts:
+            return hosts.index(loss.host)
+        return 0 if loss.recovery_action in _OF_PARTITION else None
+
+    def _reset(self, loss: InstanceLost, instance: int, command: str) -> None:
+        arguments = (command, loss.recovery_action, self._timeout_s)
+        reason = self._fleet.call_on((instance,), "reset_devices", *arguments)[instance]
+        host = self._fleet.hosts()[instance]
+        if reason:
+            cause = f"{loss.cause}; the reset command {command!r} on host {host} has failed: {reason}"
+            raise failure_of(dataclasses.replace(loss, cause=cause))
+        self.hosts = (*self.hosts, host)

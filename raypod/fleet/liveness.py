@@ -17,7 +17,7 @@ from typing import Dict, Iterable, List, Optional
 
 from raypod.events import FailureKind, HeartbeatReport
 from raypod.host.activity_record import Activity
-from raypod.instance.control import IDLE, LOADING, RETRYING, SNAPSHOT
+from raypod.instance.control import ATTACHING, IDLE, LOADING, RETRYING, SNAPSHOT
 from raypod.plan.run_section import CALL_TIMEOUTS_S, RunSection
 
 SLOWEST_CALL_FACTOR = 3.0  # a call may take this many times the slowest call so far
@@ -82,7 +82,7 @@ def find_suspects(heartbeats: Dict[int, LastHeartbeat], now_s: float, bounds: Ru
     # If all load data, the cause is their disk: their replacement would lose the state, and wait for the disk, too.
     are_loading = all(report.activity == LOADING for report in training)
     late_s = _busy_bound_s(bound_s, bounds) if are_loading else bound_s
-    late = [report for report in training if report.duration_s > late_s]
+    late = [report for report in training if report.duration_s > max(late_s, _attach_bound_s(report, bounds))]
     if not late:
         return []
     if all(report.waits_for_others for report in training):
@@ -95,7 +95,11 @@ def find_suspects(heartbeats: Dict[int, LastHeartbeat], now_s: float, bounds: Ru
             for report in late
             if not report.waits_for_others and not _may_continue(heartbeats[report.instance], bound_s, now_s, bounds)
         ]
-    return [Suspect(report.instance, "stuck", _stuck_cause(report, bound_s, training, bounds)) for report in late]
+    bounds_s = {report.instance: max(bound_s, _attach_bound_s(report, bounds)) for report in late}
+    return [
+        Suspect(report.instance, "stuck", _stuck_cause(report, bounds_s[report.instance], training, bounds))
+        for report in late
+    ]
 
 
 def find_unreleased(
@@ -137,7 +141,7 @@ def is_training(report: Optional[HeartbeatReport]) -> bool:
     """Return whether the instance runs a call, or what is between two calls. All else has its own timeout."""
     if report is None:
         return False
-    return report.activity in (LOADING, RETRYING, SNAPSHOT) or report.activity.startswith("in call")
+    return report.activity in (ATTACHING, LOADING, RETRYING, SNAPSHOT) or report.activity.startswith("in call")
 
 
 def _stuck_bound_s(reports: List[HeartbeatReport], bounds: RunSection) -> float:
@@ -145,6 +149,11 @@ def _stuck_bound_s(reports: List[HeartbeatReport], bounds: RunSection) -> float:
     if not slowest or None in slowest:  # a first call includes the compilation
         return max(bounds.report_timeout_s, bounds.call_timeout_s)
     return max(bounds.call_timeout_s, SLOWEST_CALL_FACTOR * max(each for each in slowest if each is not None))
+
+
+def _attach_bound_s(report: HeartbeatReport, bounds: RunSection) -> float:
+    """Return the timeout of an instance that loads its program, which can take as long as in a first call; else 0."""
+    return bounds.report_timeout_s if report.activity == ATTACHING and not report.waits_for_others else 0.0
 
 
 def _busy_bound_s(bound_s: float, bounds: RunSection) -> float:
@@ -170,6 +179,8 @@ def _stuck_cause(report: HeartbeatReport, bound_s: float, reports: List[Heartbea
         bound = f"run.stuck_after_s = {bound_s:g}"
     elif any(each.slowest_call_s is None for each in reports):
         bound = f"run.report_timeout_s = {bound_s:g} limits a first call"
+    elif bound_s == _attach_bound_s(report, bounds):
+        bound = f"run.report_timeout_s = {bound_s:g}"
     else:
         bound = f"{SLOWEST_CALL_FACTOR:g} times the slowest call so far, {bound_s:.1f} s"
     busy_s = _busy_bound_s(bound_s, bounds)

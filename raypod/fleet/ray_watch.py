@@ -140,7 +140,7 @@ class Watch:
             yield from self._take(_POLL_INTERVAL_S, errors)
             suspects: List[Suspect] = []
             if not errors and self._is_check_due():
-                suspects = find_suspects(self._heartbeats, time.monotonic(), self._bounds) or self._overdue()
+                suspects = find_suspects(self._heartbeats, time.monotonic(), self._bounds) or self._overdue(True)
             if errors or suspects:
                 yield from self._end(errors, suspects)
             yield None, None
@@ -220,19 +220,21 @@ class Watch:
         duration_s = report.duration_s - self._pauses.within(report.duration_s, time.monotonic())
         return dataclasses.replace(report, duration_s=duration_s)
 
-    def _overdue(self) -> List[Suspect]:
+    def _overdue(self, are_complete: bool = False) -> List[Suspect]:
         """Return the instances that exceed the timeout of a request.
 
-        A call that cannot be interrupted has its own timeout, and the instance answers after it.
+        A call that cannot be interrupted has its own timeout, and the instance answers after it; if the instances
+        `are_complete`, so has the request that an instance works on, such as an evaluation.
         """
         now_s = time.monotonic()
-        in_calls = {index for index in self._unresponsive if is_training(self._heartbeats[index].report)}
-        overdue = {
-            task.instance: Suspect(task.instance, "stuck", str(task.requests.timeout))
-            for task in self._outstanding.values()
-            if task.requests is not None and now_s > task.requests.deadline_s and task.instance not in in_calls
-        }
-        return [overdue[index] for index in sorted(overdue)]
+        working = {index for index in self._unresponsive if is_training(self._heartbeats[index].report)}
+        overdue = {}
+        for task in self._outstanding.values():
+            if task.requests is not None and now_s > task.requests.deadline_s:
+                overdue[task.instance] = Suspect(task.instance, "stuck", str(task.requests.timeout))
+            elif task.requests is not None and are_complete and task.instance in self._unresponsive:
+                working.add(task.instance)
+        return [overdue[index] for index in sorted(set(overdue) - working)]
 
     def _end(self, errors: Dict[int, Exception], suspects: List[Suspect]) -> Iterator[Tuple[int, Any]]:
         """Yield what still arrives while the survivors end their calls, and raise the cause.

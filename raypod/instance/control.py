@@ -21,6 +21,7 @@ IDLE = "idle"
 LOADING = "loading data"
 RETRYING = "waiting to load data again"
 SNAPSHOT = "taking a snapshot"
+ATTACHING = "attaching the device"  # again, after an evaluation or a repair; that loads the program
 # Files whose frames on a stack mean that the thread waits for other instances: the emulated SDK's and Horovod's.
 _COMMUNICATION_FILES = (
     "/emulated_sdk/_pod/",

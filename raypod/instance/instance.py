@@ -30,7 +30,7 @@ from raypod.events import CallReport, EvaluationReport, InstanceStarted, Process
 from raypod.host.process import StepTimer, sources_digest, versions
 from raypod.host.sdk import Sdk
 from raypod.instance import devices, executable_cache
-from raypod.instance.control import LOADING, SNAPSHOT, Heartbeat, StopGate
+from raypod.instance.control import ATTACHING, LOADING, SNAPSHOT, Heartbeat, StopGate
 from raypod.instance.process_group import ProcessGroup
 from raypod.instance.profile import Profile
 from raypod.instance.random_states import RandomStates
@@ -231,6 +231,7 @@ class Instance:
             update = leg.first_update + number * device_iterations
             self._rate.set(self._training, self._model.optimizer, update)
             began, peer_wait_before = time.monotonic(), self._sdk.peer_wait_s()
+            self._attach()
             with self.heartbeat.in_call(first_call + number), self._guard:
                 digest = self._feed.samples_digest()
                 inputs = (*batch, *self._model.call_words(update, digest))
@@ -291,7 +292,7 @@ class Instance:
         self._read_back()
         hvd.broadcast_parameters(dict(self._model.network.named_buffers()), root_rank=0)
         state = program.read_replica_state(self._training)
-        devices.detach(self._poptorch_models)
+        devices.detach(self._poptorch_models)  # PopTorch gives a model new weights only as it attaches
         program.load_replica_state(self._training, state)
         # PopTorch compiles a model in the mode (train or eval) that its network has then, and both share the network.
         self._model.network.eval()
@@ -352,6 +353,12 @@ class Instance:
         self._rate.is_set = False
         self._update = self._host_update = state.get("update", -1)
         self._model.begin_average_at(self._update)
+
+    def _attach(self) -> None:
+        """Attach the device again. The first call does that itself, after its compilation."""
+        if self._training.isCompiled() and not self._training.isAttachedToDevice():
+            with self.heartbeat.set_activity(ATTACHING), self._guard:
+                self._training.attachToDevice()
 
     def _read_back(self) -> None:
         # With remote buffers this is a collective, so every instance calls it, even if only one needs the weights.

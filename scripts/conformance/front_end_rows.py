@@ -39,6 +39,7 @@ _SHORT = ("--lr-schedule", "constant", "--checkpoint-every", f"{_COMPARED} updat
 _ONE = ("--fleet", "inline", "--num-instances", "1", "--replicas", "1")
 _TWO = ("--num-instances", "2", "--replicas", "2")
 _DISTURBED = (*_TWO, "--updates", "60", "--checkpoint-every", "10 updates")  # runs in which something fails
+_SNAPSHOTS = 4  # updates between two snapshots, in a run that writes no checkpoint before its end
 _RESET = (
     'cd "$FRONT_END_FOLDER" && test "$RAYPOD_RECOVERY_ACTION" = PARTITION_RESET && '
     "for lock in device-*.lock; do flock -n $lock true || exit 9; done && rm broken-partition"
@@ -184,6 +185,23 @@ def _recovered(bench: Bench, run: Run) -> Outcome:
     return Outcome(run, problem, apart)
 
 
+def _lost_peer_with_snapshots(bench: Bench, _times: Times) -> Outcome:
+    """The run goes back to a snapshot, and repeats no more updates than lie between two of them."""
+    flags = [*_TWO, "--updates", "60", "--snapshot-every", str(_SNAPSHOTS), "--checkpoint-every", "1000 updates"]
+    with bench.started(flags, {"FRONT_END_FAULT": "unusable", "FRONT_END_CALL_S": "0.1"}) as running:
+        running.wait_for_calls(30)
+        running.kill_instance(1)
+        run = running.wait()
+    outcome = _recovered(bench, run)
+    sources = [event["seeded_from"] for event in run.events("repaired")]
+    repeated = sum(count - 1 for count in run.calls().values())
+    if not outcome.problem and not any("snapshot" in source for source in sources):
+        return outcome._replace(problem=f"it continues from {sources}")
+    if not outcome.problem and repeated > _SNAPSHOTS:
+        return outcome._replace(problem=f"{repeated} updates are repeated, more than {_SNAPSHOTS}")
+    return outcome
+
+
 def _lost_coordinator(bench: Bench, _times: Times) -> Outcome:
     with bench.started(_DISTURBED, {"FRONT_END_CALL_S": "0.1"}) as running:
         running.wait_for_calls(50)
@@ -228,6 +246,8 @@ ROWS: Dict[str, Row] = {
         (*_ONE, "--optimizer", "adamw", "--learning-rate", "0.002", "--max-grad-norm", "1.0")
     ),
     "lamb": _like_emulated((*_ONE, "--optimizer", "lamb", "--learning-rate", "0.02")),
+    "rmsprop": _like_emulated((*_ONE, "--optimizer", "rmsprop", "--learning-rate", "0.002")),
+    "rmsprop as in TensorFlow": _like_emulated((*_ONE, "--optimizer", "rmsprop", "--rmsprop-tf")),
     "options of the section ipu": _like_emulated((*_ONE, *_IPU, "--loss-scaling", "128"), "16.16"),
     "resnet 16.32": _like_emulated(_ONE, "16.32"),
     "resnet 16.16": _like_emulated((*_ONE, "--loss-scaling", "128"), "16.16"),
@@ -262,6 +282,7 @@ ROWS: Dict[str, Row] = {
     "peer killed, unrecoverable": _lost_peer("unrecoverable"),
     "peer killed, full reset": _lost_peer("unusable", "FULL_RESET"),
     "peer killed, the device is unusable": _lost_peer("unusable"),
+    "peer killed, the device is unusable, snapshots": _lost_peer_with_snapshots,
     "peer killed, the call hangs": _lost_peer("hang"),
     "partition reset": _lost_peer("partition", resets=True),
     "partition reset, no command": _lost_peer("partition"),

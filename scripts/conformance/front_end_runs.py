@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from conformance import process_group
 from conformance.clone import extract
 from raypod.checkpoint.tensors import read_tensors
+from raypod.record import ledger
 
 TORCH = "2.0.1"  # the version that this PopTorch needs
 _OWN = Path(__file__).with_name("front_end")
@@ -80,6 +82,11 @@ class Run(NamedTuple):
         path = self.folder / "events.jsonl"
         events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [event for event in events if event["event"] == name]
+
+    def calls(self) -> Dict[int, int]:
+        """How many times the ledger has the call that begins after each update."""
+        lines, _ = ledger.read(self.folder / ledger.NAME)
+        return Counter(line.update for line in lines if isinstance(line, ledger.CallRecord))
 
     def core(self) -> List[Dict[str, Any]]:
         """What the cores of all processes have done."""

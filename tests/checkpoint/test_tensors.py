@@ -114,6 +114,16 @@ def test_equal_states_give_equal_bytes() -> None:
     assert packed[0] == packed[1]
 
 
+def test_a_copy_is_a_plain_tensor_also_of_poptorchs_class_of_buffers() -> None:
+    class Buffer(torch.Tensor):
+        """As PopTorch's, which reads the weights back at each access."""
+
+    (copy,) = tensors.copy_to_cpu([torch.ones(2, 3).t().as_subclass(Buffer)])
+
+    assert type(copy) is torch.Tensor
+    assert copy.is_contiguous()
+
+
 def test_a_copy_does_not_change_with_the_original_and_is_contiguous_so_that_writing_it_copies_nothing() -> None:
     image = torch.arange(48.0).reshape(1, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     before = image.clone()

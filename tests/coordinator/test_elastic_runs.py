@@ -54,12 +54,18 @@ HOSTS = "abcd"
 WEIGHTS = {"weight": torch.zeros(2)}
 
 
-def plan_on(folder: Path, updates: int = 40, training: Optional[Dict[str, Any]] = None, **pod: Any) -> Plan:
+def plan_on(
+    folder: Path,
+    updates: int = 40,
+    training: Optional[Dict[str, Any]] = None,
+    run: Optional[Dict[str, Any]] = None,
+    **pod: Any,
+) -> Plan:
     """8 replicas on 4 hosts with one instance each, and a checkpoint every 10 updates."""
     cluster = Cluster("pod", tuple(Host(name, name) for name in HOSTS))
     pod = {"replicas": 8, "num_instances": 4, "elastic": True, **pod}
     training = {"updates": updates, "batch_size": 2, **(training or {})}
-    config = from_values({"training": training, "pod": pod, "run": {"checkpoint_every": "10 updates"}})
+    config = from_values({"training": training, "pod": pod, "run": {"checkpoint_every": "10 updates", **(run or {})}})
     plan = make_plan(config, cluster, facts_of(config), str(folder / "run"))
     run_folder.create(plan)
     return plan
@@ -255,6 +261,42 @@ def test_an_instance_that_another_host_takes_changes_no_size(tmp_path: Path) -> 
     events = recorded(plan, fleet)
     assert (changes(events), updates_of(events)) == ([], list(range(1, 41)))
     assert only(events, Repaired).update == 13
+
+
+@pytest.mark.parametrize(
+    ("action", "resets"),
+    [("IPU_RESET", ["IPU_RESET on b"]), ("PARTITION_RESET", ["PARTITION_RESET on a"])],
+)
+def test_devices_that_have_failed_are_reset_on_the_hosts_that_are_left(
+    action: str, resets: List[str], tmp_path: Path
+) -> None:
+    plan = plan_on(tmp_path, run={"reset_command": "reset it"})
+
+    class Failed(Pod):
+        """The devices of the hosts b and c fail as d is lost."""
+
+        def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+            try:
+                yield from super().run(leg, stop_requested)
+            except FleetBroken as error:
+                failed = [lost(each, "device", host=HOSTS[each]) for each in (1, 2)]
+                if action == "PARTITION_RESET":
+                    failed.reverse()
+                actions = [dataclasses.replace(each, recovery_action=action) for each in failed]
+                raise broken(*error.losses, *actions) from error
+
+        def call_on(self, instances: Sequence[int], method: str, *arguments: Any) -> Dict[int, Any]:
+            if method != "reset_devices":
+                return super().call_on(instances, method, *arguments)
+            self.called += [f"{arguments[1]} on {self.hosts()[each]}" for each in instances]
+            return dict.fromkeys(instances, "")
+
+    fleet = Failed(plan)
+    events = recorded(plan, fleet)
+    assert changes(events) == [(13, 4, 2, "ab")]
+    assert only(events, Repaired).reset_on == tuple(each[-1] for each in resets)
+    done = [each for each in fleet.called if "RESET" in each or each == "seed_weights"]
+    assert done == ["seed_weights", *resets, "seed_weights"]
 
 
 def test_an_instance_that_is_lost_while_it_saves_is_replaced_by_another_survivor(tmp_path: Path) -> None:

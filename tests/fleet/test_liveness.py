@@ -9,7 +9,7 @@ import pytest
 
 from raypod.events import HeartbeatReport
 from raypod.fleet.liveness import BUSY_FACTOR, LastHeartbeat, Suspect, find_suspects, find_unreleased
-from raypod.instance.control import IDLE, LOADING, RETRYING, SNAPSHOT
+from raypod.instance.control import ATTACHING, IDLE, LOADING, RETRYING, SNAPSHOT
 from raypod.plan.run_section import RunSection
 
 NOW_S = 1000.0
@@ -67,6 +67,9 @@ WAITING = report(0, IN_CALL, 60.0, waits=True)
         ([WAITING, report(1, LOADING, 60.0)], [1]),
         ([WAITING, report(1, RETRYING, 5.0)], []),
         ([WAITING, report(1, SNAPSHOT, 60.0)], [1]),
+        ([WAITING, report(1, ATTACHING, 1799.0)], []),  # it loads its program, as in a first call
+        ([WAITING, report(1, ATTACHING, 1801.0)], [1]),
+        ([report(0, ATTACHING, 60.0, waits=True), report(1, LOADING, 60.0)], [1]),
         ([WAITING, report(1, LOADING, 29.0)], []),  # it reaches its own bound later
         ([WAITING, report(1, IN_CALL, 60.0, waits=True, calls=5)], [1]),  # if all wait, that with the fewest calls
         ([WAITING, report(1, IN_CALL, 60.0, waits=True)], [0, 1]),
@@ -86,6 +89,8 @@ def test_the_instance_that_is_stuck_is_found(reports: List[HeartbeatReport], exp
 def test_a_first_call_has_the_report_timeout() -> None:
     (suspect,) = suspects(report(0, IN_CALL, 61.0, slowest=None), report_timeout_s=60)
     assert suspect.cause == "stuck: in call 7 for 61.0 s (run.report_timeout_s = 60 limits a first call)"
+    (suspect,) = suspects(report(0, ATTACHING, 61.0), report_timeout_s=60)
+    assert suspect.cause == "stuck: attaching the device for 61.0 s (run.report_timeout_s = 60)"
     heartbeats = {0: busy_until(61.0, report(0, IN_CALL, 0.0, slowest=None), 100.0)}  # also if it uses CPU time
     assert find_suspects(heartbeats, 61.0, RunSection(report_timeout_s=60))
 

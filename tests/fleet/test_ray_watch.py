@@ -163,7 +163,7 @@ def test_an_instance_that_does_not_answer_a_pause_is_silent_and_the_others_survi
     assert fleet.ray.killed == [3]
 
 
-def hold_the_lock(fleet: Fleet, index: int, calls_s: float) -> None:
+def hold_the_lock(fleet: Fleet, index: int, calls_s: float, activity: str = IN_CALL) -> None:
     """Let the interpreter lock of an instance be held: only its record, and faulthandler's stacks, can be read."""
     began_s = fleet.ray.now_s
 
@@ -171,7 +171,7 @@ def hold_the_lock(fleet: Fleet, index: int, calls_s: float) -> None:
         assert instance == index
         if function == "stacks":
             return Ref("the stacks")
-        return Ref(Activity(IN_CALL, fleet.ray.now_s - began_s, 2, calls_s, 0.0))
+        return Ref(Activity(activity, fleet.ray.now_s - began_s, 2, calls_s, 0.0))
 
     fleet.frozen, fleet.ray.on_host = index, on_host
 
@@ -210,6 +210,25 @@ def test_a_call_on_ipus_may_take_minutes_but_not_without_the_others(fleet: Fleet
     assert lost(broken) == [(3, "stuck")]
     assert "run.stuck_after_s = 900" in broken.losses[0].cause
     assert 900 < fleet.ray.now_s - began_s < 910
+
+
+@pytest.mark.parametrize("loads_s", [60.0, 120.0])
+def test_an_evaluation_that_loads_its_program_is_not_ended_by_a_request_that_it_cannot_answer(
+    fleet: Fleet, loads_s: float
+) -> None:
+    for stream in fleet.streams:
+        stream.end_s = 0.0
+    fleet.follow()
+    hold_the_lock(fleet, 3, calls_s=0.5, activity="evaluate")
+    ends_s = fleet.ray.now_s + loads_s
+    refs = {Ref("evaluated", ends_s if index == 3 else 0.0): index for index in range(4)}
+    evaluated = fleet.watch.add_requests(refs, "evaluate of all instances", BOUND)
+    fleet.watch.add_requests({Ref(None, ends_s): 3}, "abandon_evaluation", (25.0, "run.stop_timeout_s"))
+    _, broken = fleet.follow()
+    if loads_s < BOUND[0]:
+        assert (broken, evaluated.results) == (None, dict.fromkeys(range(4), "evaluated"))
+    else:
+        assert lost(broken) == [(3, "stuck")]
 
 
 def test_no_request_is_outstanding_once_the_fleet_is_broken(fleet: Fleet) -> None:

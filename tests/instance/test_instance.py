@@ -17,6 +17,7 @@ from raypod.errors import CollectiveBroken, InstanceFailed
 from raypod.events import CallReport, EvaluationDone, Event, Repaired, RunEnded, UpdateDone
 from raypod.fleet.base import FleetBroken
 from raypod.fleet.inline import InlineFleet
+from raypod.instance.control import ATTACHING
 from raypod.instance.training_state import Snapshots
 from raypod.plan.plan import Leg, Plan
 from raypod.record.metrics import MetricsAggregator
@@ -88,6 +89,23 @@ def test_neither_a_training_nor_a_repair_initializes_popdist(
     events = events_of(plan, DisconnectingFleet(plan))
     assert only(events, Repaired).update == BREAKS_AFTER
     assert called == []
+
+
+def test_a_device_that_is_attached_again_is_an_activity_of_its_own(
+    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That loads the program, which can take longer than a call."""
+    plan, activities = plan_for(make, "tiny"), []
+    fleet, real = DisconnectingFleet(plan), poptorch.PoplarExecutor.attachToDevice
+
+    def attach(model: Any) -> None:
+        activities.append(fleet._instance.heartbeat.beat().activity)  # type: ignore[union-attr]
+        real(model)
+
+    monkeypatch.setattr(poptorch.PoplarExecutor, "attachToDevice", attach)
+    assert only(events_of(plan, fleet), Repaired).update == BREAKS_AFTER
+    assert activities[0] == ATTACHING
+    assert not any(activity.startswith("in call") for activity in activities)
 
 
 class AbortingFleet(DisconnectingFleet):

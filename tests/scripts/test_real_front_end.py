@@ -163,17 +163,20 @@ def test_instances_add_in_the_order_of_ranks(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("number", "torch_class"), [(1, torch.optim.SGD), (2, torch.optim.Adam), (3, torch.optim.AdamW)]
+    ("number", "torch_class"),
+    [(1, torch.optim.SGD), (2, torch.optim.Adam), (3, torch.optim.AdamW), (5, torch.optim.RMSprop)],
 )
 def test_optimizers_update_as_those_of_torch(number: int, torch_class: Any) -> None:
     own, other = torch.tensor([1.0, -2.0]), torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     settings: Dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01}
-    settings.update({"momentum": 0.9} if number == 1 else {"betas": (0.9, 0.99), "eps": 1e-6})
+    settings.update({"momentum": 0.9} if number in (1, 5) else {"betas": (0.9, 0.99)})
+    settings.update({} if number == 1 else {"eps": 1e-6})
     expected = torch_class([other], **settings)
     group = {"learningRate": 0.1, "weightDecay": 0.01, "momentum": 0.9, "dampening": 0.0, "nesterov": False}
-    group.update({"beta1": 0.9, "beta2": 0.99, "eps": 1e-6})
+    group.update({"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "alpha": 0.99})
     values = {
         "optimizer_type": number,
+        "useTfVariant": False,
         "defaults": {"lossScaling": (1.0, True)},
         "groups": [{name: (value, False) for name, value in group.items()}],
     }

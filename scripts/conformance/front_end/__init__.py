@@ -27,6 +27,6 @@ Assumed, as the device and PopDist are not public, or simplified:
 - An executable is cached by its graph and options; a hit costs no compilation.
 - `popdist.init` is an error without mpirun (FRONT_END_MPI=1), a second time, and after `finalizeBackend`.
 
-The settings above are environment variables with the prefix FRONT_END_. Not contained: RMSprop, custom operators, CPU
-operators, loops and conditions, overlapped IO, executables in files, input groups, anchors, `replicaGrouping`.
+The settings above are environment variables with the prefix FRONT_END_. Not contained: custom operators, CPU operators,
+loops and conditions, overlapped IO, executables in files, input groups, anchors, `replicaGrouping`.
 """

@@ -8,6 +8,7 @@ from typing import Any, Dict, List, Tuple
 import torch
 
 _SGD, _ADAM, _ADAMW, _LAMB = ("SGD1", "SGD2"), ("ADAM",), ("ADAMW", "ADAMW_NO_BIAS"), ("LAMB", "LAMB_NO_BIAS")
+_RMSPROP = ("RMSPROP", "RMSPROP_CENTERED")
 _TYPES = ("SGD1", "SGD2", "ADAM", "ADAMW", "ADAMW_NO_BIAS", "RMSPROP", "RMSPROP_CENTERED", "LAMB", "LAMB_NO_BIAS")
 
 
@@ -22,21 +23,23 @@ class DeviceOptimizer:
         """`groups`: the names of the parameters of each group. `shapes`: the parameters by name."""
         self._values, self._groups = values, groups
         self._type = _TYPES[int(values["optimizer_type"])]
-        if self._type.startswith("RMSPROP"):
-            raise NotImplementedError("this core has no RMSprop")
         self.state: Dict[str, torch.Tensor] = {}
         kinds = self._state_kinds()
         for name in (name for names in groups.values() for name in names):
             for prefix, dtype in kinds:
                 shape = () if prefix == "Step___" else shapes[name].shape
-                self.state[prefix + name] = torch.zeros(shape, dtype=dtype, device="cpu")
+                begins_at = float(prefix == "Accl1___" and bool(values.get("useTfVariant")))
+                self.state[prefix + name] = torch.full(shape, begins_at, dtype=dtype, device="cpu")
 
     def _state_kinds(self) -> List[Tuple[str, torch.dtype]]:
         half = lambda name: torch.float16 if self._values.get(name) else torch.float32  # noqa: E731
+        has_momentum = any(group.get("momentum", (0.0,))[0] for group in self._values["groups"])
         if self._type in _SGD:
-            has_velocity = any(group["momentum"][0] for group in self._values["groups"])
-            return [("Accl1___", half("velocityAccumType"))] if has_velocity else []
+            return [("Accl1___", half("velocityAccumType"))] if has_momentum else []
         first, second = half("firstOrderMomentumAccumType"), half("secondOrderMomentumAccumType")
+        if self._type in _RMSPROP:
+            mean = [("Accl2___", first)] if self._type == "RMSPROP_CENTERED" else []
+            return [("Accl1___", second), *mean, *([("Accl3___", first)] if has_momentum else [])]
         return [("Step___", torch.float32), ("Accl1___", first), ("Accl2___", second)]
 
     @property
@@ -76,6 +79,7 @@ class DeviceOptimizer:
                 if name in gradients:
                     weight = weights[name].float()
                     rule = self._sgd if self._type in _SGD else self._adam
+                    rule = self._rmsprop if self._type in _RMSPROP else rule
                     weights[name].copy_(weight - rule(name, weight, gradients[name], values))
 
     def _sgd(self, name: str, weight: torch.Tensor, gradient: torch.Tensor, values: Dict[str, float]) -> torch.Tensor:
@@ -86,6 +90,26 @@ class DeviceOptimizer:
         new = values["momentum"] * velocity.float() + (1 - values["dampening"]) * gradient
         velocity.copy_(new)
         return values["learningRate"] * (gradient + values["momentum"] * new if values["nesterov"] else new)
+
+    def _rmsprop(
+        self, name: str, weight: torch.Tensor, gradient: torch.Tensor, values: Dict[str, float]
+    ) -> torch.Tensor:
+        gradient = gradient + values["weightDecay"] * weight
+        alpha, is_tf = values["alpha"], self._values["useTfVariant"]
+        square, mean = self.state[f"Accl1___{name}"], self.state.get(f"Accl2___{name}")
+        square.copy_(alpha * square.float() + (1 - alpha) * gradient * gradient)
+        variance = square.float()
+        if mean is not None:
+            mean.copy_(alpha * mean.float() + (1 - alpha) * gradient)
+            variance = variance - mean.float().square()
+        rate = values["learningRate"]
+        change = gradient / ((variance + values["eps"]).sqrt() if is_tf else variance.sqrt() + values["eps"])
+        change = rate * change if is_tf else change
+        momentum = self.state.get(f"Accl3___{name}")
+        if momentum is not None:
+            momentum.copy_(values["momentum"] * momentum.float() + change)
+            change = momentum.float()
+        return change if is_tf else rate * change
 
     def _adam(self, name: str, weight: torch.Tensor, gradient: torch.Tensor, values: Dict[str, float]) -> torch.Tensor:
         step, first, second = (self.state[prefix + name] for prefix in ("Step___", "Accl1___", "Accl2___"))
