@@ -91,7 +91,7 @@ def run(
         elsewhere = elsewhere or Elsewhere(plan)
         kept = KeptState(plan, fleet, metrics, schedule, snapshots, elsewhere)
         elastic = None
-        if plan.config.pod.is_elastic and plan.config.run.fleet == "ray":
+        if plan.config.pod.is_elastic and not plan.is_inline:
             on_ray = cast(ElasticFleet, fleet)
             on_ray.must_leave = lambda: stop.must_leave
             elastic = Elastic(plan, current, on_ray, kept, policy, stop, resumed)

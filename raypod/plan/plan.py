@@ -162,6 +162,7 @@ class Plan:
     task: TaskFacts
     run_dir: str
     pipeline_splits: Tuple[str, ...] = ()  # names of the modules with which IPUs 1, 2, ... of a replica begin
+    is_inline: bool = False  # its one instance runs in the process of the coordinator, without Ray
 
     @property
     def dataset_size(self) -> DatasetSize:
@@ -268,7 +269,7 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
     check_min_hosts(config, geometry.total_replicas, len(placement.hosts))
     splits = tuple(training.pipeline_splits or ())
     _check_pipeline(config, geometry, splits, cluster)
-    return Plan(config, placement, geometry, task, run_dir, splits)
+    return Plan(config, placement, geometry, task, run_dir, splits, is_inline=config.run.fleet == "inline")
 
 
 def pipeline_stages(config: Config) -> int:

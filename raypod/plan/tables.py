@@ -78,6 +78,7 @@ def render(plan: Plan, width: Optional[int] = None, is_verbose: bool = False) ->
             f"{counted(geometry.num_instances, 'instance')} x {counted(geometry.local_replicas, 'replica')} x "
             f"{counted(geometry.ipus_per_replica, 'IPU')} = {_total_ipus(plan)}",
         ),
+        *_fleet_rows(plan),
         *_pipeline_rows(plan),
         *_cluster_rows(placement),
         *_elastic_rows(plan),
@@ -133,6 +134,7 @@ def render_brief(plan: Plan, width: Optional[int] = None) -> str:
         ("pod", hosts),
         *_file_rows(plan),
         ("placement", f"{size} x {counted(geometry.ipus_per_replica, 'IPU')} = {_total_ipus(plan)}"),
+        *_fleet_rows(plan),
         *_oversubscription_rows(placement),
         *_pipeline_rows(plan),
         *_conflict_rows(placement),
@@ -245,6 +247,13 @@ def _snapshot_rows(plan: Plan) -> List[Tuple[str, str]]:
         return []
     text = "each host keeps two copies of the state in memory (--memory: how large they are)"
     return [("snapshots", f"every {counted(every, 'update')}: {text}")]
+
+
+def _fleet_rows(plan: Plan) -> List[Tuple[str, str]]:
+    """Return the row for an instance that runs without Ray, unless the command asks for that."""
+    if not plan.is_inline or plan.config.run.fleet == "inline":
+        return []
+    return [("", "in this process, without Ray: if it dies, --resume continues (--fleet ray replaces a dead instance)")]
 
 
 def _elastic_rows(plan: Plan) -> List[Tuple[str, str]]:

@@ -149,8 +149,8 @@ def plan_of(config: Config, changes: Mapping[str, Any], source: str) -> Plan:
     values = changed(config, changes, EVALUATION)
     values["pod"].pop("min_hosts", None)  # of the training
     pod, run, training = values["pod"], values["run"], values["training"]
-    if "pod.num_instances" in changes and "run.fleet" not in changes:
-        run["fleet"] = "ray"
+    if "pod.num_instances" in changes and "run.fleet" not in changes and run["fleet"] == "inline":
+        run["fleet"] = "auto"
     if {"pod.replicas", "pod.num_ipus", "pod.cluster"} & set(changes) or "run.fleet" in changes:
         # What follows from the changed one must not be that of the run.
         for name in ("pod.num_instances", "pod.num_ipus"):

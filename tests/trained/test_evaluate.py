@@ -48,10 +48,10 @@ def test_the_result_is_that_of_the_training(digits_run: Path) -> None:
 
 def test_several_instances_are_those_of_ray(digits_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fleet_for(plan: Plan, report: Any) -> Any:
-        raise ConfigError(f"{plan.config.run.fleet} {plan.geometry.num_instances}")
+        raise ConfigError(f"{plan.is_inline} {plan.geometry.num_instances}")
 
     monkeypatch.setattr(module, "fleet_for", fleet_for)
-    with pytest.raises(ConfigError, match="ray 2"):
+    with pytest.raises(ConfigError, match="False 2"):
         evaluate(digits_run, num_instances=2)
 
 
