@@ -41,7 +41,7 @@ def describe(plan: Plan) -> Dict[str, Any]:
         "geometry": {name: getattr(plan.geometry, name) for name in _GEOMETRY},
         "task": plan.config.task.name,
         "samples_are": plan.task.samples_are,
-        "metrics": {metric.name: metric.better for metric in plan.task.metrics},
+        "metrics": {metric.name: metric.better for metric in plan.task.evaluated_metrics},
         "dataset": {"name": plan.task.data, **dataclasses.asdict(plan.dataset_size), **decoded},
         "updates_per_epoch": plan.updates_per_epoch,
         "total_updates": plan.total_updates,

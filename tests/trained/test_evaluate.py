@@ -79,7 +79,10 @@ def test_output_is_a_line_json_or_a_file(digits_run: Path, tmp_path: Path, capsy
     found = json.loads(capsys.readouterr().out)
     assert json.loads(file.read_text()) == found
     assert main(["evaluate", str(digits_run), "training.batch_size=16"]) == 0
-    assert f"accuracy {found['accuracy']:.2f} % (360 images of digits, emulated)" in capsys.readouterr().out
+    assert (
+        f"accuracy {found['accuracy']:.2f} %, top5_accuracy {found['top5_accuracy']:.2f} %, calibration_error"
+        in capsys.readouterr().out
+    )
     found = evaluate(digits_run, dataset="synthetic", image="1x8x8", samples=256)
     assert found["dataset"] == "synthetic"
     assert found["samples"] != 360
