@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from raypod.plan.config import Config as Config
     from raypod.plan.config import TaskOptions as TaskOptions
     from raypod.plan.metric import Metric as Metric
+    from raypod.tasks.classification import classification_details as classification_details
     from raypod.tasks.task import Task as Task
 
 _MODULES = {  # of the names that are imported when they are used
@@ -62,6 +63,7 @@ _MODULES = {  # of the names that are imported when they are used
     "Config": "raypod.plan.config",
     "TaskOptions": "raypod.plan.config",
     "Metric": "raypod.plan.metric",
+    "classification_details": "raypod.tasks.classification",
     "Task": "raypod.tasks.task",
 }
 
@@ -94,6 +96,7 @@ __all__ = [
     "UserError",
     "WaitTimedOut",
     "WeightsDiffer",
+    "classification_details",
     "fit",
     "pad_collate",
     "run",

@@ -6,7 +6,7 @@ Their fields are plain Python numbers, strings, tuples and dicts, so that record
 from __future__ import annotations
 
 import dataclasses
-from typing import Dict, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple, Union
 
 from typing_extensions import Literal
 
@@ -97,12 +97,14 @@ class EvaluationReport:
     """The results of one instance on its share of the test split.
 
     `sums` holds numerator and denominator of each metric, each as parts whose sum is exact (`metric.exact_parts`).
+    `predictions` has an array [samples, ...] by name, if the task has some; "sample" are the numbers of the samples.
     """
 
     instance: int
     samples: int
     sums: Tuple[Tuple[float, ...], ...]
     warnings: Tuple[str, ...] = ()  # as of `CallReport`
+    predictions: Optional[Mapping[str, Any]] = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,6 +272,7 @@ class EvaluationDone:
     metrics: Dict[str, float]
     update: int  # the number of finished updates
     epoch: int  # 1-based
+    details: Optional[Mapping[str, Any]] = dataclasses.field(default=None, repr=False)  # of `Task.prediction_details`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 from raypod.cli import FlagParser, width_of
 from raypod.errors import ConfigError, UserError, as_utf8
+from raypod.fleet.choice import with_fleet
 from raypod.host import sdk
 from raypod.host.lease_file import EXPIRES_AFTER_S
 from raypod.host.process import environment_variables
@@ -112,7 +113,7 @@ def plan_from(
         snapshots.take_resumed(resume)
     run_dir = run_folder.choose(config)
     check_copies(config, len(cluster.hosts))
-    plan = make_plan(config, cluster, facts_of(config, is_dry), run_dir)
+    plan = with_fleet(make_plan(config, cluster, facts_of(config, is_dry), run_dir))
     window_of(plan)
     if ":" in config.training.lr_schedule:
         with sdk.importable(config.run.device):
@@ -135,7 +136,7 @@ def check_host(plan: Plan) -> None:
         SdkError: this host is the pod, and the SDK is missing.
     """
     check_packages(plan.config)
-    if plan.config.run.fleet == "ray":
+    if not plan.is_inline:
         _check_utf8(plan)
     if plan.config.run.storage_path is not None:
         check_scheme(plan.config.run.storage_path, "--storage-path")

@@ -6,6 +6,7 @@ torchrun in the same round. All times include the start of the interpreter:
 
 * torchrun: DistributedDataParallel over gloo, with the same network and data;
 * raypod.train: it starts Ray on this host;
+* raypod.train, one instance: the same replicas in one instance, without Ray;
 * raypod.train, Ray runs: the same with `ray start --head`, which this script starts before and ends afterwards;
 * raypod.train, Ray runs with torch: the first run on a new head whose workers have imported torch before, because
   it was started with RAY_enable_worker_prestart=1 and RAY_preload_python_modules=torch (Ray 2.50 or newer);
@@ -86,9 +87,9 @@ def torchrun(env: Dict[str, str]) -> float:
         return seconds
 
 
-def train(env: Dict[str, str]) -> float:
+def train(env: Dict[str, str], *flags: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "raypod.train", "--updates", "3", "--run-dir", f"{folder}/run"]
+        command = [sys.executable, "-m", "raypod.train", "--updates", "3", "--run-dir", f"{folder}/run", *flags]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_RUN_S, check=False)
         if done.returncode:
             raise SystemExit(f"raypod.train failed: {done.stderr[-2000:]}")
@@ -145,6 +146,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rs") as cold, tempfile.TemporaryDirectory(prefix="rw") as warm:
         kinds: Dict[str, Tuple[Callable[[Dict[str, str]], float], str]] = {
             "raypod.train": (train, cold),
+            "raypod.train, one instance": (lambda env: train(env, "--num-instances", "1"), cold),
             "raypod.train, Ray runs": (train, warm),
             "raypod.train, Ray runs with torch": (train_on_preloaded, cold),
             "raypod plan": (command("-m", "raypod", "plan"), cold),

@@ -104,7 +104,7 @@ def orchestration(updates: int) -> None:
     tiny += ["--replicas", "2", "--updates", str(updates)]
     rows = {
         "inline, 1 x 2": run_raypod(*tiny, "--fleet", "inline"),
-        "Ray, 1 x 2": run_raypod(*tiny, "--num-instances", "1"),
+        "Ray, 1 x 2": run_raypod(*tiny, "--num-instances", "1", "--fleet", "ray"),
         "Ray, 2 x 1": run_raypod(*tiny, "--num-instances", "2"),
         "Ray, 2 x 1, 16 device iterations": run_raypod(*tiny, "--num-instances", "2", "--device-iterations", "16"),
     }

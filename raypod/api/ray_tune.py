@@ -52,7 +52,7 @@ class Trainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types here
                 bundle["IPU"] = float(plan.placement.ipus_on(index))
             bundles.append(bundle)
         # Under Ray, the coordinator, which waits most of the time, is the process of the trial itself.
-        head: List[Dict[str, float]] = [] if plan.config.run.fleet == "inline" else [{}]
+        head: List[Dict[str, float]] = [] if plan.is_inline else [{}]
         strategy = "STRICT_PACK" if plan.placement.cluster.is_local else "PACK"
         return tune.PlacementGroupFactory([*head, *bundles], strategy=strategy)
 

@@ -7,12 +7,11 @@ coordinator performs no collective and no file operation.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Dict, Generator, Iterator, List, Optional, Sequence, Tuple, cast
+from typing import Dict, Generator, Iterator, List, Optional, Sequence, cast
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
@@ -22,6 +21,7 @@ from raypod.coordinator.disk_wait import DiskWait
 from raypod.coordinator.early_stopping import early_stop
 from raypod.coordinator.elastic import Elastic, resize_at_start, start
 from raypod.coordinator.elsewhere import Elsewhere
+from raypod.coordinator.evaluated import combined
 from raypod.coordinator.instance_warnings import InstanceWarnings
 from raypod.coordinator.kept_state import KeptState
 from raypod.coordinator.recovery import FailurePolicy, Recovery, begin
@@ -41,7 +41,6 @@ from raypod.events import (
 )
 from raypod.fleet.base import ElasticFleet, Fleet
 from raypod.instance.control import IDLE
-from raypod.plan.metric import sum_exactly, values_of
 from raypod.plan.plan import Leg, Plan
 from raypod.record.metrics import MetricsAggregator
 from raypod.record.origin import origin_of
@@ -91,7 +90,7 @@ def run(
         elsewhere = elsewhere or Elsewhere(plan)
         kept = KeptState(plan, fleet, metrics, schedule, snapshots, elsewhere)
         elastic = None
-        if plan.config.pod.is_elastic and plan.config.run.fleet == "ray":
+        if plan.config.pod.is_elastic and not plan.is_inline:
             on_ray = cast(ElasticFleet, fleet)
             on_ray.must_leave = lambda: stop.must_leave
             elastic = Elastic(plan, current, on_ray, kept, policy, stop, resumed)
@@ -280,8 +279,9 @@ class Evaluations:
         if reports is None:
             return
         yield from self.warnings.new_in(reports)
-        samples, values = combined(self._plan, reports)
-        done = EvaluationDone(samples, values, update, (update - 1) // self._plan.updates_per_epoch + 1)
+        found = combined(self._plan, self._fleet, reports)
+        epoch = (update - 1) // self._plan.updates_per_epoch + 1
+        done = EvaluationDone(found.samples, found.metrics, update, epoch, found.details)
         self._evaluations[update] = done
         self._schedule.add_evaluation(update, done.metrics)
         yield done
@@ -308,17 +308,6 @@ class Evaluations:
         """Return the test metrics after `update` updates; empty if they are unknown."""
         found = self._evaluations.get(update)
         return found.metrics if found else {}
-
-
-def evaluate_now(fleet: Fleet, plan: Plan) -> Tuple[int, Dict[str, float]]:
-    """Evaluate the current weights of all instances; return the number of samples, and the value of each metric."""
-    return combined(plan, fleet.call("evaluate"))
-
-
-def combined(plan: Plan, reports: Sequence[EvaluationReport]) -> Tuple[int, Dict[str, float]]:
-    """Return the number of samples, and the value of each metric, of the reports of all instances."""
-    sums = [sum_exactly(itertools.chain(*parts)) for parts in zip(*(report.sums for report in reports))]
-    return sum(report.samples for report in reports), values_of(plan.task.metrics, sums)
 
 
 def describe_unsaved(plan: Plan, fleet: Fleet, metrics: MetricsAggregator) -> str:

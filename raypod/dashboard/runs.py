@@ -22,6 +22,7 @@ from raypod.report.run_data import RunReader, is_run_folder
 
 _FILES = (
     *(run_folder.METRICS, run_folder.EVALUATIONS, run_folder.SUMMARY, run_folder.CONFIG, run_folder.PLAN),
+    run_folder.TEST,
     *(run_state.NAME, event_log.NAME),
 )
 _ALIVE = (run_state.STARTING, run_state.RUNNING)

@@ -143,6 +143,12 @@ class Feed:
             except ReadFailed as error:
                 retry.wait(error)
 
+    def evaluation_samples(self) -> np.ndarray:
+        """Return the numbers of the test samples of `evaluation_calls`, without padding."""
+        kept = kept_samples(self._plan.config.data.left_out("test"), len(self._source.test))
+        calls = [call[call < len(kept)] for call in self._evaluation_samples(len(kept))]
+        return kept.take(np.concatenate(calls))
+
     def interrupt(self) -> None:
         """End `calls`, from another thread, also while it waits for samples. It yields nothing more."""
         self._is_interrupted = True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, List, Optional, Tuple
+import time
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from raypod.datasets.source import FIRST, Batch, Source
 from raypod.errors import ConfigError
 
 _CHECKED_SAMPLES = 16  # of each split, evenly spaced
+_SEARCH_S = 1.0  # for other samples of each split
+_SEARCHED_SAMPLES = 1_000_000
 _HASHED_ROWS = 1024  # of each array, evenly spaced
 
 
@@ -104,10 +107,11 @@ class SampleSource(Source):
         """See `Source.first_batch`."""
         return NamedBatch.of(super().first_batch(seed), self.names)
 
-    def check_batches(self, seed: int) -> None:
+    def check_batches(self, seed: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Combine a few samples of each split to a batch, as is done later. ConfigError if they cannot be combined.
 
-        Samples that cannot be loaded are skipped: they may be left out.
+        Then compare others with the first one, in a random order, for a second: a rare sample of another size would
+        end the run after hours. Samples that cannot be loaded are skipped: they may be left out.
         """
         for name, split in (("training", self.train), ("test", self.test)) if not self.is_in_memory else ():
             loaded: Dict[int, Any] = {}
@@ -120,6 +124,14 @@ class SampleSource(Source):
                 self.check_sample(sample, f"{name} sample {index}")
             if loaded:
                 collated(list(loaded.values()), list(loaded), f"{name} samples")
+                until_s = clock() + _SEARCH_S
+                for index in _random_order(len(split)):
+                    if clock() >= until_s:
+                        break
+                    pair = dict([next(iter(loaded.items()))])
+                    with contextlib.suppress(Exception):
+                        pair[index] = samples[NO_EPOCH, index][1]
+                    collated(list(pair.values()), list(pair), f"{name} samples")
 
     def check_sample(self, sample: Any, name: str = FIRST) -> None:
         """See `Source.check_sample`."""
@@ -139,6 +151,14 @@ class SampleSource(Source):
         """See `Source.to_device_format`: float64 becomes float32."""
         values = [batch[name] for name in self.names] if self.names is not None else _listed(batch)
         return tuple(each.float() if each.dtype == torch.float64 else each for each in values)
+
+
+def _random_order(number: int) -> List[int]:
+    """Return numbers below `number`: all, in a fixed random order, or as many random ones as can be searched."""
+    generator = np.random.default_rng(0)
+    is_small = number <= _SEARCHED_SAMPLES
+    order = generator.permutation(number) if is_small else generator.integers(0, number, _SEARCHED_SAMPLES)
+    return [int(each) for each in order]
 
 
 def _listed(sample: Any) -> List[Any]:

@@ -41,11 +41,14 @@ class InlineFleet:
         self.start_seconds: List[Tuple[str, float]] = []
         self._environment_before: Optional[Dict[str, str]] = None
         self._threads_before = 1  # intra-op threads of torch
+        self._random_before: Any = None  # the state of torch's generator
 
     def start(self) -> List[InstanceStarted]:
         """Set the environment, select the SDK, and build the instance."""
         self._environment_before = dict(os.environ)
         self._threads_before = _num_threads()
+        if "torch" in sys.modules:
+            self._random_before = sys.modules["torch"].get_rng_state()
         python_path = os.environ.get("PYTHONPATH", "")
         os.environ.update(instance_environment(self._plan, self._plan.placement.instances[0], python_path))
         torchvision_import.install()
@@ -141,7 +144,7 @@ class InlineFleet:
         return []
 
     def close(self) -> None:
-        """See `Fleet.close`. Restores the environment, and the number of threads of torch."""
+        """See `Fleet.close`. Restores the environment, and torch's number of threads and random state."""
         if self._instance is not None:
             self._instance.close()
             self._instance = None
@@ -151,6 +154,8 @@ class InlineFleet:
             self._environment_before = None
             if "torch" in sys.modules:
                 sys.modules["torch"].set_num_threads(self._threads_before)
+            if self._random_before is not None:
+                sys.modules["torch"].set_rng_state(self._random_before)
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:

@@ -87,7 +87,7 @@ class RaySession:
         Raises:
             ClusterError: a cluster file was given and no Ray cluster is running, or it rejects this process.
         """
-        if _is_connected():
+        if is_connected():
             return importlib.import_module("ray")
         cluster = self._placement.cluster
         running = running_cluster(cluster.gcs_address)
@@ -209,7 +209,7 @@ def running_session() -> Iterator[Any]:
     try:
         yield _join(address, _JOIN_S)
     finally:
-        if _is_connected():
+        if is_connected():
             with postponed_signals():
                 sys.modules["ray"].shutdown()
 
@@ -231,7 +231,8 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _is_connected() -> bool:
+def is_connected() -> bool:
+    """Return whether this process is connected to Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 

@@ -11,7 +11,7 @@ import functools
 import os
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import horovod.torch as hvd
 import numpy as np
@@ -39,6 +39,7 @@ from raypod.instance.replica_model import EvaluationSums, ReplicaModel
 from raypod.instance.seeding import Endpoint, Seeding, SeedingPeer
 from raypod.instance.training_state import Snapshots, TrainingState
 from raypod.model import norms, program
+from raypod.model.predictions import Predictions, measured
 from raypod.plan import ipu_options
 from raypod.plan.plan import Leg, Plan
 from raypod.tasks.registry import task_of_plan
@@ -83,6 +84,7 @@ class Instance:
         torch.set_num_threads(self._spec.threads_per_replica)
         self._timer.begin()
         task, source = loaded or load_data(plan)
+        self._task = task
         pause = functools.partial(self._gate.wait_to_load, heartbeat=self.heartbeat)
         self._feed = Feed(plan, self._spec, source, pause, in_processes=self._sdk.holds_interpreter_lock)
         self._timer.end("load data")
@@ -296,17 +298,22 @@ class Instance:
         program.load_replica_state(self._training, state)
         # PopTorch compiles a model in the mode (train or eval) that its network has then, and both share the network.
         self._model.network.eval()
-        sums = EvaluationSums(2 * len(self._plan.task.metrics))
+        sums, predictions = EvaluationSums(2 * len(self._plan.task.metrics)), Predictions(self._plan.task)
         with self._model.evaluated_weights():
             for batch, valid in self._feed.evaluation_calls():
                 if self._is_evaluation_abandoned or is_abandoned():
                     break
                 if self._gate.is_closed:  # a long evaluation must not delay the repair; it is repeated afterwards
                     raise CollectiveBroken(self._spec.index, "the evaluation was aborted")
-                sums.add(self._inference(*batch)[:valid])
+                sums.add(predictions.add(self._inference(*batch), valid))
             devices.detach(self._poptorch_models)
         self._model.train()
-        return sums.report(self._spec.index)
+        is_whole = not self._is_evaluation_abandoned and not is_abandoned()
+        return sums.report(self._spec.index, predictions.arrays(self._feed.evaluation_samples()) if is_whole else None)
+
+    def prediction_metrics(self, predictions: Mapping[str, Any]) -> Tuple[Dict[str, float], Any]:
+        """Return the test metrics and the details of the predictions for all test samples; see `Task`."""
+        return measured(self._task, self._plan.task, predictions)
 
     def save(self, manifest: Manifest) -> None:
         """Read the state back, in all instances; instance 0 copies it and writes it in the background."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -165,6 +165,7 @@ class EvaluationSums:
         for column, values in zip(self._columns, outputs.T.tolist()):
             column.extend(values)
 
-    def report(self, instance: int) -> EvaluationReport:
-        """Return the sums over all samples."""
-        return EvaluationReport(instance, len(self._columns[0]), tuple(map(exact_parts, self._columns)))
+    def report(self, instance: int, predictions: Optional[Mapping[str, Any]] = None) -> EvaluationReport:
+        """Return the sums over all samples, and the predictions for them."""
+        sums = tuple(map(exact_parts, self._columns))
+        return EvaluationReport(instance, len(self._columns[0]), sums, predictions=predictions)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from raypod.errors import ConfigError
+from raypod.model.predictions import check_size
 from raypod.model.program import EvaluationStep, TaskOutputs
 from raypod.plan.plan import Plan
 
@@ -31,7 +32,7 @@ def check(plan: Plan, task: TaskOutputs, network: nn.Module, prepare: nn.Module,
         batch: the tensors of a batch of one sample.
 
     Raises:
-        ConfigError: the metrics that the task returns have other names or shapes.
+        ConfigError: the metrics or predictions that the task returns have other names or shapes, or are too large.
         NameError: the task uses a name that is not defined.
     """
     samples = plan.geometry.micro_batch_size  # as on the device: a task can rely on it
@@ -40,7 +41,9 @@ def check(plan: Plan, task: TaskOutputs, network: nn.Module, prepare: nn.Module,
         warnings.simplefilter("ignore")  # the evaluation shows them
         try:
             copied = copy.deepcopy((network, prepare))
-            EvaluationStep(task, plan.task.metrics, *copied).eval()(*batch)
+            outputs = EvaluationStep(task, plan.task.metrics, *copied).eval()(*batch)
+            if plan.task.predictions:
+                check_size(plan.task, outputs[1:])
         except (ConfigError, NameError):  # on the device the latter is raised, too
             raise
         except Exception:  # noqa: BLE001 - the host lacks what the device has, as half precision; the evaluation tells

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterable, Iterator, Optional, Sequence, Tuple
+from typing import Any, Callable, ClassVar, Dict, Iterable, Iterator, Optional, Sequence, Tuple
 
 import popdist.poptorch
 import poptorch
@@ -31,12 +31,13 @@ class TaskOutputs(Protocol):
 
     config: Config
     names: Optional[Tuple[str, ...]]
+    predictions: ClassVar[Tuple[str, ...]]
 
     def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
         """Return the loss and the other metrics of a micro-batch."""
 
-    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Ratios:
-        """Return all metrics per sample."""
+    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Any:
+        """Return all metrics per sample; with `predictions`, also those."""
 
 
 # They read or convert a parameter: its own dtype stays.
@@ -172,11 +173,31 @@ def _scalar(value: Any, like: torch.Tensor) -> torch.Tensor:
 class EvaluationStep(_Step):
     """Network and metrics for one micro-batch of the test split."""
 
-    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
-        """Return numerator and denominator of each metric per sample: float32 [samples, 2 x metrics]."""
-        ratios = self._outputs(self._task.evaluation_outputs, batch)
+    def forward(self, *batch: torch.Tensor) -> Any:
+        """Return numerator and denominator of each metric per sample: float32 [samples, 2 x metrics].
+
+        With `Task.predictions`: a tuple of that and the tensor [samples, ...] of each prediction.
+        """
+        outputs, names = self._outputs(self._task.evaluation_outputs, batch), self._task.predictions
+        ratios: Any = outputs
+        predictions: Any = {}
+        if isinstance(outputs, tuple) and len(outputs) == 2:
+            ratios, predictions = outputs
+        if not isinstance(predictions, dict) or set(predictions) != set(names):
+            shown = ", ".join(map(repr, predictions)) if isinstance(predictions, dict) else _shown(predictions)
+            known = ", ".join(map(repr, names)) or "none"
+            what = f"returned the predictions {shown or 'none'}; `predictions` of the task are {known}: "
+            raise self._error("evaluation_outputs", f"{what}return metrics, {{name: tensor [samples, ...]}}")
         columns = [_column(each, batch[0]) for each in self._sums(ratios, "evaluation_outputs")]
-        return torch.stack(columns, dim=1)
+        sums = torch.stack(columns, dim=1)
+        if not names:
+            return sums
+        for name in names:
+            value = predictions[name]
+            if not isinstance(value, torch.Tensor) or value.shape[:1] != batch[0].shape[:1]:
+                expected = f"a tensor [{batch[0].shape[0]}, ...] with an entry per sample"
+                raise self._error("evaluation_outputs", f"{name!r} is {_shown(value)}; a prediction is {expected}")
+        return (sums, *(predictions[name] for name in names))
 
 
 def _column(value: Any, batch: torch.Tensor) -> torch.Tensor:

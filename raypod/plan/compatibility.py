@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Dict, Sequence
 
 from raypod.errors import ConfigError
 from raypod.plan import ipu_options
 from raypod.plan.config import IMAGE_CLASSIFICATION, IMAGE_FOLDERS, WITHOUT_FILES, Config, TrainingSection
 from raypod.plan.effect import OF_OPTIMIZERS
 from raypod.plan.learning_rate import check_settings
+from raypod.plan.run_section import RunSection
 from raypod.plan.values import parse_interval
 
 
@@ -22,19 +23,10 @@ def check_compatible(config: Config) -> None:
         sets = " or ".join(IMAGE_FOLDERS)
         raise ConfigError(f"--jpeg-decoder {config.data.jpeg_decoder} has no effect without --dataset {sets}")
     _check_optimizer(config)
-    if config.pod.bind_cores and config.run.fleet == "inline":
-        raise ConfigError(
-            "--bind-cores has no effect with --fleet inline, whose instance runs in this process; omit it"
-        )
+    if config.run.fleet == "inline":
+        for flag, reason in _without_effect_inline(config).items():
+            raise ConfigError(f"{flag} has no effect with --fleet inline, {reason}; omit it")
     run = config.run
-    for_repairs = {
-        "--snapshot-every": run.snapshot_every,
-        "--reset-command": run.reset_command,
-        "--standby": run.standby,
-    }
-    for flag, value in for_repairs.items():
-        if value and run.fleet == "inline":
-            raise ConfigError(f"{flag} has no effect with --fleet inline, which repairs no instance; omit it")
     if run.standby and not run.max_restarts:
         raise ConfigError(f"--standby {run.standby} has no effect with --max-restarts 0; omit one of them")
     if config.run.reset_command and config.run.reset_timeout_s >= config.run.report_timeout_s:
@@ -46,6 +38,29 @@ def check_compatible(config: Config) -> None:
         check_average(training, training.ema_every)
     if training.init_ignore and not training.init_weights:
         raise ConfigError(f"--init-ignore {','.join(training.init_ignore)} has no effect without --init-weights")
+
+
+def _without_effect_inline(config: Config) -> Dict[str, str]:
+    """Return the given flags that have no effect on an instance in this process, with the reason."""
+    given = {
+        "--bind-cores": (config.pod.bind_cores, "whose instance runs in this process"),
+        "--snapshot-every": (config.run.snapshot_every, "which repairs no instance"),
+        "--reset-command": (config.run.reset_command, "which repairs no instance"),
+        "--standby": (config.run.standby, "which repairs no instance"),
+    }
+    return {flag: reason for flag, (value, reason) in given.items() if value}
+
+
+def asks_for_ray(config: Config) -> bool:
+    """Return whether settings ask for what only instances under Ray have: repairs, timeouts of calls, bound cores."""
+    run, defaults = config.run, RunSection()
+    limits = ("stuck_after_s", "silent_after_s", "dead_after_s")
+    return (
+        bool(_without_effect_inline(config))
+        or config.pod.is_elastic
+        or run.max_restarts > defaults.max_restarts
+        or any(getattr(run, name) != getattr(defaults, name) for name in limits)
+    )
 
 
 def check_average(training: TrainingSection, every: int) -> None:

@@ -61,7 +61,8 @@ class DataSection(Section):
 
     dataset: str = Field(
         "digits",
-        description="digits, synthetic, cifar10, cifar100, imagefolder, imagenet, or module:function for a custom one",
+        description="digits, synthetic, cifar10, cifar100, imagefolder, imagenet, or module:function, as in mine:load "
+        "with def load(data_dir): return train, test, classes",
     )
     data_dir: Optional[str] = Field(None, description="folder of the data set's files; passed to module:function")
     download: bool = Field(False, description="download the files of cifar10 or cifar100 if they are missing")
@@ -112,7 +113,9 @@ class TrainingSection(Section):
     """The model, the batch sizes, the optimizer and the length of the training."""
 
     model: str = Field(
-        "resnet8", description="resnet8/14/20, resnet18/34/50/101/152, vit_tiny/small/b_16, tiny, or module:function"
+        "resnet8",
+        description="resnet8/14/20, resnet18/34/50/101/152, vit_tiny/small/b_16, tiny, or module:function, as in "
+        "nets:make with def make(channels, classes): return Net(channels, classes)",
     )
     stem: Literal["auto", "cifar", "imagenet"] = Field(
         "auto", description="first layers of ResNets; auto: by the image size"
@@ -141,7 +144,8 @@ class TrainingSection(Section):
     lr_schedule: str = Field(
         "cosine",
         description="learning rate over the whole run: constant, step, exponential, linear, cosine, polynomial, or "
-        "module:function, which returns the factor of an update from (update, total_updates)",
+        "module:function, a factor of the rate, as in rates:halve with def halve(update, total_updates): "
+        "return 0.5 ** (5 * update / total_updates)",
     )
     lr_floor: float = Field(
         0.0, ge=0, le=1, description="linear, cosine, polynomial: rate at the end, as a fraction of the peak rate"

@@ -61,6 +61,7 @@ class Metric:
 
 
 LOSS = Metric("loss")
+SAMPLE = "sample"  # among the predictions of a test split: the numbers of the samples
 
 
 def values_of(metrics: Sequence[Metric], sums: Sequence[float]) -> Dict[str, float]:

@@ -131,6 +131,8 @@ class TaskFacts:
     Attributes:
         size: the numbers of samples.
         metrics: what it measures; the first is the loss.
+        test_metrics: what is computed from the predictions for all test samples, besides.
+        predictions: the names of the predictions that an evaluation returns for each sample.
         best: the name of the metric by which the best checkpoint is kept.
         samples_are: what a sample is, in the plural, as in "images".
         parts: what the throughput also counts, in the plural, and their number in a sample, as in ("tokens", 128).
@@ -146,6 +148,13 @@ class TaskFacts:
     data: str = ""
     model: str = ""
     pickled: bytes = dataclasses.field(default=b"", repr=False)
+    test_metrics: Tuple[Metric, ...] = ()
+    predictions: Tuple[str, ...] = ()
+
+    @property
+    def evaluated_metrics(self) -> Tuple[Metric, ...]:
+        """What an evaluation measures."""
+        return (*self.metrics, *self.test_metrics)
 
     def part_rates(self, samples_per_s: float) -> Dict[str, float]:
         """Return the throughput in parts of samples by its key in files, as `tokens_per_s`; {} without parts."""
@@ -162,6 +171,7 @@ class Plan:
     task: TaskFacts
     run_dir: str
     pipeline_splits: Tuple[str, ...] = ()  # names of the modules with which IPUs 1, 2, ... of a replica begin
+    is_inline: bool = False  # its one instance runs in the process of the coordinator, without Ray
 
     @property
     def dataset_size(self) -> DatasetSize:
@@ -185,7 +195,7 @@ class Plan:
         return None if text is None else parse_evaluations(text)
 
     def _metric(self, name: str) -> Metric:
-        return next(metric for metric in self.task.metrics if metric.name == name)
+        return next(metric for metric in self.task.evaluated_metrics if metric.name == name)
 
     @property
     def updates_per_epoch(self) -> int:
@@ -256,7 +266,7 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
     )
     _check_against_data(geometry, task.size, config)
     check_compatible(config)
-    check_metrics(config, [metric.name for metric in task.metrics], task.size.test_samples)
+    check_metrics(config, [metric.name for metric in task.evaluated_metrics], task.size.test_samples)
     if config.run.fleet == "inline" and geometry.num_instances > 1:
         raise ConfigError(
             f"the inline fleet runs one instance, not {geometry.num_instances}; "
@@ -268,7 +278,7 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
     check_min_hosts(config, geometry.total_replicas, len(placement.hosts))
     splits = tuple(training.pipeline_splits or ())
     _check_pipeline(config, geometry, splits, cluster)
-    return Plan(config, placement, geometry, task, run_dir, splits)
+    return Plan(config, placement, geometry, task, run_dir, splits, is_inline=config.run.fleet == "inline")
 
 
 def pipeline_stages(config: Config) -> int:

@@ -23,7 +23,11 @@ class RunSection(Section):
     device: Literal["auto", "ipu", "emulated"] = Field(
         "auto", description="SDK to run on; auto: ipu if it is installed"
     )
-    fleet: Literal["ray", "inline"] = Field("ray", description="inline: one instance in this process, without Ray")
+    fleet: Literal["auto", "ray", "inline"] = Field(
+        "auto",
+        description="inline: one instance in this process, without Ray; auto: inline for one instance on this host, "
+        "unless a setting or a running cluster needs Ray",
+    )
     collectives: Literal["auto", "horovod", "gloo"] = Field(
         "auto", description="backend between instances; auto: Horovod if it is installed"
     )

@@ -41,7 +41,7 @@ def describe(plan: Plan) -> Dict[str, Any]:
         "geometry": {name: getattr(plan.geometry, name) for name in _GEOMETRY},
         "task": plan.config.task.name,
         "samples_are": plan.task.samples_are,
-        "metrics": {metric.name: metric.better for metric in plan.task.metrics},
+        "metrics": {metric.name: metric.better for metric in plan.task.evaluated_metrics},
         "dataset": {"name": plan.task.data, **dataclasses.asdict(plan.dataset_size), **decoded},
         "updates_per_epoch": plan.updates_per_epoch,
         "total_updates": plan.total_updates,
@@ -78,6 +78,7 @@ def render(plan: Plan, width: Optional[int] = None, is_verbose: bool = False) ->
             f"{counted(geometry.num_instances, 'instance')} x {counted(geometry.local_replicas, 'replica')} x "
             f"{counted(geometry.ipus_per_replica, 'IPU')} = {_total_ipus(plan)}",
         ),
+        *_fleet_rows(plan),
         *_pipeline_rows(plan),
         *_cluster_rows(placement),
         *_elastic_rows(plan),
@@ -134,6 +135,7 @@ def render_brief(plan: Plan, width: Optional[int] = None) -> str:
         ("pod", hosts),
         *_file_rows(plan),
         ("placement", f"{size} x {counted(geometry.ipus_per_replica, 'IPU')} = {_total_ipus(plan)}"),
+        *_fleet_rows(plan),
         *_oversubscription_rows(placement),
         *_pipeline_rows(plan),
         *_conflict_rows(placement),
@@ -254,6 +256,13 @@ def _standby_rows(plan: Plan) -> List[Tuple[str, str]]:
         return []
     what = "1 process" if count == 1 else f"{count} processes"
     return [("standby", f"{what} per host with SDK and data loaded (--memory: how large)")]
+
+
+def _fleet_rows(plan: Plan) -> List[Tuple[str, str]]:
+    """Return the row for an instance that runs without Ray, unless the command asks for that."""
+    if not plan.is_inline or plan.config.run.fleet == "inline":
+        return []
+    return [("", "in this process, without Ray: if it dies, --resume continues (--fleet ray replaces a dead instance)")]
 
 
 def _elastic_rows(plan: Plan) -> List[Tuple[str, str]]:

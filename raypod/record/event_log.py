@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Optional, Sequence
 
 from raypod.errors import ConfigError, LeaseLost, RunError
-from raypod.events import CallDone, CheckpointBegun, Event, UpdateDone
+from raypod.events import CallDone, CheckpointBegun, EvaluationDone, Event, UpdateDone
 from raypod.host.abort import on_abort
 from raypod.host.files import AppendOnlyFile, strict_json
 from raypod.record.call_times import CallTimesLog
@@ -134,8 +134,11 @@ def event_name(event_type: type) -> str:
 
 
 def fields_of(event: Event) -> Dict[str, Any]:
-    """Return the fields of an event as plain data."""
+    """Return the fields of an event as plain data, without the details of an evaluation, which have their own file."""
+    if isinstance(event, EvaluationDone):
+        event = dataclasses.replace(event, details=None)
     fields: Dict[str, Any] = _with_objects(dataclasses.asdict(event))
+    fields.pop("details", None)
     return fields
 
 

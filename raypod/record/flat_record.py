@@ -15,11 +15,11 @@ _Measured = TypeVar("_Measured", UpdateDone, EvaluationDone)
 def flat_record(event: Union[UpdateDone, EvaluationDone]) -> Dict[str, Any]:
     """Return the fields of an event with its metrics, rates and norms among them, as a line of a file holds them.
 
-    None is left out.
+    None is left out, and so are details, which have a file of their own.
     """
     record: Dict[str, Any] = {}
     for name, value in vars(event).items():
-        if value is not None:
+        if value is not None and name != "details":
             record.update(value if name in ("metrics", "part_rates", "norms") else {name: value})
     return record
 

@@ -156,9 +156,10 @@ class Progress:
     def _evaluation_line(self, event: EvaluationDone) -> str:
         task, best = self._plan.task, self._plan.best_metric
         if event.update < self._plan.total_updates:
-            shown = ", ".join(f"test {metric.shown(event.metrics[metric.name], 1)}" for metric in task.metrics)
+            found = [metric for metric in task.evaluated_metrics if metric.name in event.metrics]
+            shown = ", ".join(f"test {metric.shown(event.metrics[metric.name], 1)}" for metric in found)
             return f"[Epoch {event.epoch:02d}] {shown}"
-        others = [metric for metric in task.metrics if metric is not best]
+        others = [each for each in task.evaluated_metrics if each is not best and each.name in event.metrics]
         shown = ", ".join(f"{metric.name} {metric.text(event.metrics[metric.name])}" for metric in others)
         value = best.text(event.metrics[best.name])
         return f"Test {best.name}: {value} of {event.samples} {task.samples_are}{f' ({shown})' if shown else ''}"

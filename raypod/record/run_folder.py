@@ -26,7 +26,7 @@ from raypod.record.flat_record import flat_record, from_flat_record
 from raypod.record.growing_file import last_lines, parse_records
 from raypod.record.metrics import MetricsAggregator
 
-METRICS, EVALUATIONS, SUMMARY = "metrics.jsonl", "evaluations.jsonl", "summary.json"
+METRICS, EVALUATIONS, SUMMARY, TEST = "metrics.jsonl", "evaluations.jsonl", "summary.json", "test.json"
 CONFIG, PLAN, LOGS = CONFIG_FILE, "plan.json", "logs"
 STORAGE, COPIES = "storage.json", "copies.json"  # the identity of the run on a storage, and on other hosts
 _MARKS = (METRICS, PLAN, run_state.NAME)  # a folder with one of them is a run folder
@@ -160,12 +160,12 @@ def write_summary(
     repaired: Optional[Repaired] = last_events.get(Repaired)
     stopped: Optional[StoppedEarly] = last_events.get(StoppedEarly)
     last = metrics.last or last_update(Path(plan.run_dir))
-    names = [metric.name for metric in plan.task.metrics]
+    names, tested = [metric.name for metric in plan.task.metrics], plan.task.evaluated_metrics
     summary = {
         "updates": ended.updates,
         "epochs": ended.updates / plan.updates_per_epoch,
         **{name: last.metrics.get(name) if last else None for name in names},
-        **{f"test_{name}": evaluations[-1].metrics.get(name) if evaluations else None for name in names},
+        **{f"test_{each.name}": evaluations[-1].metrics.get(each.name) if evaluations else None for each in tested},
         "evaluations": [flat_record(each) for each in evaluations],
         "samples_per_s": metrics.samples_per_s,
         **plan.task.part_rates(metrics.samples_per_s),

@@ -21,7 +21,7 @@ from raypod.plan.plan import Plan
 from raypod.record.flat_record import flat_record, traces_of
 from raypod.record.growing_file import last_lines
 from raypod.record.ledger import Ledger
-from raypod.record.run_folder import EVALUATIONS, METRICS
+from raypod.record.run_folder import EVALUATIONS, METRICS, TEST
 
 Warn = Callable[[str], None]
 TENSORBOARD_FOLDER = "tensorboard"
@@ -70,6 +70,8 @@ def _open_sinks(plan: Plan, first_update: int, warn: Warn) -> Iterator[Sink]:
     folder = Path(plan.run_dir)
     yield JsonLines(folder / METRICS, UpdateDone, first_update, warn)
     yield JsonLines(folder / EVALUATIONS, EvaluationDone, first_update, warn)
+    if plan.task.predictions:
+        yield LatestDetails(folder, first_update, warn)
     yield Ledger(plan, warn)
     if plan.config.run.writes_tensorboard:
         yield TensorBoardWriter(folder, first_update)
@@ -171,6 +173,40 @@ class JsonLines:
     def close(self) -> None:
         """Close the file. OSError if lines could not be written."""
         self._file.close()
+
+
+class LatestDetails:
+    """`test.json`: what the newest evaluation says of the predictions, beyond its metrics."""
+
+    def __init__(self, folder: Path, first_update: int, warn: Warn) -> None:
+        self._path, self._warn, self._is_warned = folder / TEST, warn, False
+        if not first_update:
+            self._path.unlink(missing_ok=True)
+
+    def handle(self, event: Event) -> None:
+        """Replace the file by the details of an evaluation. If the disk is full, the former ones stay."""
+        if isinstance(event, EvaluationDone) and event.details is not None:
+            content = {"update": event.update, "samples": event.samples, **event.details}
+            try:
+                replace_file(self._path, strict_json(content).encode())
+            except OSError as error:
+                if not self._is_warned:
+                    self._warn(f"cannot write {self._path}: {error.strerror}")
+                self._is_warned = True
+
+    def drop_after(self, update: int) -> None:
+        """See `Sink.drop_after`. The next evaluation replaces the file."""
+
+    def sync(self) -> None:
+        """The file is on the disk."""
+
+    def copy_to(self, folder: Path) -> None:
+        """See `Sink.copy_to`."""
+        if self._path.is_file():
+            replace_file(folder / TEST, self._path.read_bytes())
+
+    def close(self) -> None:
+        """The file is not open."""
 
 
 def _keep_until(path: Path, update: int) -> None:

@@ -31,6 +31,7 @@ null). Its size is bounded, whatever the length of the run. Keys:
     versions     {package: {version: [instances]}}
     plan         null, or what `plan_data.plan_data` returns
     config       {"section.key": value}, without the settings that have no effect
+    test         null, or the content of `test.json`: what the newest evaluation says of the predictions
     summary      null, or the content of `summary.json` of the newest start, without its evaluations
 """
 
@@ -53,7 +54,7 @@ from raypod.plan.unique_keys import UniqueKeyLoader
 from raypod.record import event_log, run_state
 from raypod.record.growing_file import GrowingFile
 from raypod.record.run_end import RunEndWatch
-from raypod.record.run_folder import CONFIG, EVALUATIONS, METRICS, PLAN, SUMMARY
+from raypod.record.run_folder import CONFIG, EVALUATIONS, METRICS, PLAN, SUMMARY, TEST
 from raypod.report.call_windows import CallWindows
 from raypod.report.curves import MAX_ROWS, Curves, evaluation_data
 from raypod.report.plan_data import plan_data
@@ -98,7 +99,7 @@ class RunReader:
                 self._read(self._metrics, self._add_updates),
                 self._read(self._evaluations, self._add_evaluations),
                 self._read(self._events, self._add_events),
-                *(self._load(name, parse_json) for name in (PLAN, SUMMARY)),
+                *(self._load(name, parse_json) for name in (PLAN, SUMMARY, TEST)),
                 self._load(CONFIG, partial(yaml.load, Loader=UniqueKeyLoader)),
             ]
         except OSError as error:
@@ -148,6 +149,7 @@ class RunReader:
             "plan": drawn,
             "config": with_effect(config),
             "summary": summary or None,
+            "test": self._content(TEST) or None,
         }
 
     def _summary(self) -> Dict[str, Any]:

@@ -23,7 +23,7 @@ OF_RESUME = (
     *(run_folder.CONFIG, stored_code.SEAL, run_folder.PLAN, run_folder.METRICS, run_folder.EVALUATIONS),
     *(ledger.NAME, event_log.NAME, run_state.NAME),
 )
-_OTHERS = (REPORT, PROFILE, LAUNCH)
+_OTHERS = (REPORT, PROFILE, LAUNCH, run_folder.TEST)
 _FOLDERS = (run_folder.LOGS, TENSORBOARD_FOLDER)
 _CHUNK_BYTES = 1 << 20
 

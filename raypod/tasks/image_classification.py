@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -16,11 +17,17 @@ from raypod.datasets.source import Batch, Source
 from raypod.datasets.transforms import activation_dtype, device_input
 from raypod.model.networks import build_model
 from raypod.plan.config import Config
-from raypod.tasks.task import Ratios, Task
+from raypod.tasks.classification import calibration_error, classification_details, top_accuracy
+from raypod.tasks.image_facts import PREDICTIONS, TEST_METRICS
+from raypod.tasks.task import Predicted, Ratios, Task
+
+_TOP = 5  # classes that an evaluation returns for each image
 
 
 class ImageClassification(Task):
     """Classifies images: batches of (images [n, channels, height, width], labels int64 [n])."""
+
+    predictions, test_metrics = PREDICTIONS, TEST_METRICS
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -64,12 +71,26 @@ class ImageClassification(Task):
             loss = poptorch.identity_loss((1 - smoothing) * loss + smoothing * of_all_classes, reduction="mean")
         return loss, {"accuracy": ((logits.argmax(dim=1) == labels).sum(), len(labels))}
 
-    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Ratios:
-        """Return cross-entropy and accuracy."""
+    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[Ratios, Predicted]:
+        """Return cross-entropy and accuracy, and the most probable classes."""
         images, labels = batch
         logits, targets = network(images).float(), labels.to(torch.int64)
         losses = functional.cross_entropy(logits, targets, reduction="none")
-        return {"loss": (losses, 1), "accuracy": (logits.argmax(dim=1) == targets, 1)}
+        ratios: Ratios = {"loss": (losses, 1), "accuracy": (logits.argmax(dim=1) == targets, 1)}
+        values, classes = functional.softmax(logits, dim=1).topk(min(_TOP, logits.shape[1]), dim=1)
+        return ratios, {"label": targets, "classes": classes, "probabilities": values}
+
+    def prediction_metrics(self, predictions: Mapping[str, np.ndarray]) -> Dict[str, float]:
+        """Return the accuracy among the 5 most probable classes, and the expected calibration error."""
+        labels, classes = predictions["label"], predictions["classes"]
+        error = calibration_error(labels, classes[:, 0], predictions["probabilities"][:, 0])
+        return {"top5_accuracy": top_accuracy(labels, classes), "calibration_error": error}
+
+    def prediction_details(self, predictions: Mapping[str, np.ndarray]) -> Dict[str, Any]:
+        """See `classification_details`."""
+        labels, classes = predictions["label"], predictions["classes"]
+        names = self.description()["classes"]
+        return classification_details(labels, classes[:, 0], predictions["probabilities"][:, 0], names)
 
     def description(self) -> Dict[str, Any]:
         """See `Task.description`: the classes, and mean and standard deviation of images scaled to [0, 1]."""

@@ -11,6 +11,11 @@ from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import TaskFacts
 
 _ACCURACY = Metric("accuracy", "higher", label="acc", unit="%", scale=100.0, formats=(".1f", ".2f"))
+TEST_METRICS = (
+    Metric("top5_accuracy", "higher", label="top 5", unit="%", formats=(".1f", ".2f")),
+    Metric("calibration_error", label="calibration error", unit="%", formats=(".1f", ".2f")),
+)
+PREDICTIONS = ("label", "classes", "probabilities")  # of the 5 most probable classes
 
 
 def facts(config: Config, is_dry: bool) -> TaskFacts:
@@ -26,6 +31,8 @@ def facts(config: Config, is_dry: bool) -> TaskFacts:
         samples_are="images",
         data=config.data.dataset,
         model=config.training.model,
+        test_metrics=TEST_METRICS,
+        predictions=PREDICTIONS,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type
+from typing import TYPE_CHECKING, Any, ClassVar, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, Union
 
 from raypod.errors import ConfigError
 from raypod.events import EvaluationDone, UpdateDone
@@ -14,12 +14,14 @@ from raypod.plan.plan import DatasetSize, TaskFacts
 from raypod.plan.values import TRACES
 
 if TYPE_CHECKING:  # planning imports this module, and must not import torch
+    import numpy as np
     import torch
     from torch import nn
 
     from raypod.datasets.source import Batch, Source
 
 Ratios = Dict[str, Tuple[Any, Any]]  # numerator and denominator by the name of the metric
+Predicted = Dict[str, Any]  # a tensor [samples, ...] by the name of the prediction
 _RESERVED = {  # keys of metrics.jsonl, evaluations.jsonl, a checkpoint's manifest and summary.json
     *(field.name for event in (UpdateDone, EvaluationDone) for field in dataclasses.fields(event)),
     *("updates", "epochs", "evaluations", "device", "restarts", "topology", "interrupted", "preempted", "checkpoint"),
@@ -38,6 +40,8 @@ class Task(abc.ABC):
     Attributes:
         Options: the task's own options, which are flags and keys of the section `task`; `self.options` has the values.
         metrics: what is measured besides the loss. A `Metric("loss", ...)` replaces the way in which the loss is shown.
+        predictions: the names of what `evaluation_outputs` also returns for each sample.
+        test_metrics: what `prediction_metrics` computes of the predictions for all test samples, as F1 or AUC.
         best: name of the metric by which the best checkpoint is kept.
         defaults: of other keys of the config, as in `{"training.learning_rate": 0.01}`.
         samples_are: what a sample is, in the plural.
@@ -49,6 +53,8 @@ class Task(abc.ABC):
     collate: Any = None
     Options: ClassVar[Type[TaskOptions]] = TaskOptions
     metrics: ClassVar[Tuple[Metric, ...]] = ()
+    predictions: ClassVar[Tuple[str, ...]] = ()
+    test_metrics: ClassVar[Tuple[Metric, ...]] = ()
     best: ClassVar[str] = LOSS.name
     defaults: ClassVar[Mapping[str, Any]] = {}
     samples_are: ClassVar[str] = "samples"
@@ -92,8 +98,26 @@ class Task(abc.ABC):
         """
 
     @abc.abstractmethod
-    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Ratios:
-        """Return numerator and denominator of each metric and of "loss", per sample: tensors [samples] or numbers."""
+    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Union[Ratios, Tuple[Ratios, Predicted]]:
+        """Return numerator and denominator of each metric and of "loss", per sample: tensors [samples] or numbers.
+
+        With `predictions`, return a tuple of that and `{name: tensor [samples, ...]}`.
+        """
+
+    def prediction_metrics(self, predictions: Mapping[str, np.ndarray]) -> Dict[str, float]:
+        """Return the value of each of `test_metrics`, of the predictions for all test samples.
+
+        It runs on a host, in one process, after each evaluation.
+
+        Args:
+            predictions: an array [test samples, ...] by name: float32, int64 or bool, in the order of the samples,
+                whatever the placement.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has test_metrics and must implement prediction_metrics()")
+
+    def prediction_details(self, predictions: Mapping[str, np.ndarray]) -> Dict[str, Any]:
+        """Return what the report shows of the predictions, as plain data: see `raypod.classification_details`."""
+        return {}
 
     def parameter_groups(self, network: nn.Module, weight_decay: float) -> List[Dict[str, Any]]:
         """Return the parameter groups of the optimizer. Biases and norms (dimension 1) have no weight decay.
@@ -123,9 +147,17 @@ class Task(abc.ABC):
         if isinstance(source, SampleSource):  # a task can override `load`
             source.check_batches(self.config.training.seed)
         name = self.config.task.name.rpartition(":")[2]
-        metrics = _checked_metrics(self.metrics, self.best, name)
+        metrics = _checked_metrics(self.metrics, self.test_metrics, self.best, name)
+        if self.test_metrics and not self.predictions:
+            raise ConfigError(f"task {name}: test_metrics are computed of predictions; name those in `predictions`")
         size = DatasetSize(len(source.train), len(source.test))
-        return TaskFacts(size, metrics, self.best, self.samples_are, data=name, model=name)
+        return TaskFacts(
+            *(size, metrics, self.best, self.samples_are),
+            data=name,
+            model=name,
+            test_metrics=self.test_metrics,
+            predictions=self.predictions,
+        )
 
     def example(self, samples: int) -> Batch:
         """Return a batch in the shapes and dtypes of the device, for a plan."""
@@ -174,11 +206,13 @@ class Task(abc.ABC):
         raise ConfigError(f"the task {self.config.task.name} generates no text: it implements no `generate`")
 
 
-def _checked_metrics(metrics: Tuple[Metric, ...], best: str, name: str) -> Tuple[Metric, ...]:
-    """Return the metrics with the loss first. ConfigError if their names cannot be used."""
+def _checked_metrics(
+    metrics: Tuple[Metric, ...], of_predictions: Tuple[Metric, ...], best: str, name: str
+) -> Tuple[Metric, ...]:
+    """Return the metrics with the loss first. ConfigError if their names, or those of the test, cannot be used."""
     loss = next((metric for metric in metrics if metric.name == LOSS.name), LOSS)
     found = (loss, *(metric for metric in metrics if metric is not loss))
-    names = [metric.name for metric in found]
+    names = [metric.name for metric in (*found, *of_predictions)]
     for metric in names:
         if names.count(metric) > 1 or metric in _RESERVED:
             reason = "is given twice" if names.count(metric) > 1 else "is another key of the files of a run"

@@ -64,7 +64,7 @@ def average_run(
     }
     with completed(path) as partial:
         write_safetensors(partial, averaged.tensors, metadata)
-    shown = [{**values, "samples": samples} for samples, values in results]
+    shown = [{**found.metrics, "samples": found.samples} for found in results]
     result = {"output": str(path), "checkpoints": names, "update": averaged.update, "weights_sha256": sha256}
     return {**result, "device": device, "average": shown[0], "newest": shown[1]}, plan
 

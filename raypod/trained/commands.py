@@ -13,6 +13,7 @@ from raypod.errors import ConfigError, as_utf8
 from raypod.host.files import replace_file, strict_json
 from raypod.plan.flags import parse_arguments
 from raypod.plan.plan import Plan
+from raypod.record.predictions import check_format
 from raypod.trained import checkpoints, settings
 
 _CHECKPOINT = (
@@ -26,12 +27,17 @@ def evaluate(argv: Sequence[str]) -> int:
     _add_checkpoint(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--output", metavar="FILE", help="also write the result to this JSON file")
+    what = "also write the predictions for each sample: Parquet if FILE is named so, which needs pyarrow, else CSV"
+    parser.add_argument("--predictions", metavar="FILE", help=what)
     args = _parsed(parser, argv, settings.EVALUATION)
     from raypod.trained.evaluate import evaluate_run  # as below: the command line is parsed without torch
 
     if args.output:
         settings.check_writable(Path(args.output))
-    found, plan = evaluate_run(*_opened(args, settings.EVALUATION))
+    if args.predictions:
+        check_format(Path(args.predictions))
+        settings.check_writable(Path(args.predictions), "--predictions")
+    found, plan = evaluate_run(*_opened(args, settings.EVALUATION), args.predictions)
     text = strict_json(found, indent=2)
     if args.output:
         _write(Path(args.output), f"{text}\n")
@@ -152,7 +158,7 @@ def _rows(records: Sequence[Dict[str, Any]], number: str) -> List[List[str]]:
 
 
 def _measured_line(plan: Plan, found: Dict[str, Any], device: str) -> str:
-    values = ", ".join(f"{metric.name} {metric.text(found[metric.name])}" for metric in plan.task.metrics)
+    values = ", ".join(f"{metric.name} {metric.text(found[metric.name])}" for metric in plan.task.evaluated_metrics)
     return f"{values} ({found['samples']} {plan.task.samples_are} of {plan.task.data}, {device})"
 
 

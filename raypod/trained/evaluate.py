@@ -7,25 +7,29 @@ import dataclasses
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from raypod.cli import show
-from raypod.coordinator.coordinator import evaluate_now
+from raypod.coordinator.evaluated import Evaluated, evaluate_now
 from raypod.coordinator.same_data import check_same_data
 from raypod.coordinator.stop import Stop, stop_on_signal
-from raypod.errors import RunError
+from raypod.errors import ConfigError, RunError
 from raypod.fleet.choice import fleet_for
 from raypod.plan.plan import Plan
+from raypod.record.predictions import check_format, write
 from raypod.trained import checkpoints, settings
 from raypod.trained.checkpoints import PathLike, Weights
 
-Measured = Tuple[int, Dict[str, float]]  # number of samples, and the value of each metric
-
 
 def evaluate(
-    run: PathLike, checkpoint: Optional[str] = None, ema: Optional[bool] = None, **changes: Any
+    run: PathLike,
+    checkpoint: Optional[str] = None,
+    ema: Optional[bool] = None,
+    predictions: Optional[PathLike] = None,
+    **changes: Any,
 ) -> Dict[str, Any]:
     """Evaluate a checkpoint of a run on the test split of its data set, or of another one. Writes nothing into the run.
 
@@ -37,29 +41,45 @@ def evaluate(
             checkpoint or of a safetensors file.
         ema: whether to use the moving average of the weights (`--ema` of the training); default: where there is one,
             as the training does.
+        predictions: a file for the predictions of the task, a row per sample in their order: Parquet if it is named
+            so (which needs pyarrow), else CSV.
         changes: settings that differ from those of the run, with the names of the command line and underscores:
             `dataset`, `data_dir`, `batch_size`, `replicas`, `num_instances`, `fleet`, `device`, and others.
 
     Returns:
-        The value of each metric by name, and `samples`, `update`, `checkpoint`, `weights_sha256`, `dataset`, `device`.
+        The value of each metric by name, and `samples`, `update`, `checkpoint`, `weights_sha256`, `dataset`, `device`;
+        `details` of tasks that have some, as the confusion matrix of image classification.
 
     Raises:
         UserError: there is no such run or checkpoint, it is damaged, or the data set or another setting does not fit.
         RunError: an instance fails.
     """
-    return evaluate_run(*settings.opened(run, checkpoint, ema, changes))[0]
+    if predictions is not None:
+        check_format(Path(predictions))
+        settings.check_writable(Path(predictions), "--predictions")
+    return evaluate_run(*settings.opened(run, checkpoint, ema, changes), predictions)[0]
 
 
-def evaluate_run(run: checkpoints.Run, weights: Weights, changes: Mapping[str, Any]) -> Tuple[Dict[str, Any], Plan]:
+def evaluate_run(
+    run: checkpoints.Run, weights: Weights, changes: Mapping[str, Any], predictions: Optional[PathLike] = None
+) -> Tuple[Dict[str, Any], Plan]:
     """Return the result of `evaluate`, and the plan; `changes` are by section.key."""
     plan = settings.plan_of(run.config, changes, str(run.folder))
-    ((samples, values),), device = measure(plan, [weights])
-    described = checkpoints.described(weights)
-    return {**values, "samples": samples, **described, "dataset": plan.task.data, "device": device}, plan
+    if predictions is not None and not plan.task.predictions:
+        raise ConfigError(
+            f"--predictions {predictions}: the task {run.config.task.name} returns none for each sample; name them in "
+            "its attribute `predictions`"
+        )
+    (found,), device = measure(plan, [weights])
+    if predictions is not None and found.predictions is not None:
+        write(Path(predictions), found.predictions)
+    described = {**checkpoints.described(weights), "dataset": plan.task.data, "device": device}
+    details = {"details": found.details} if found.details else {}
+    return {**found.metrics, "samples": found.samples, **described, **details}, plan
 
 
-def measure(plan: Plan, several: Sequence[Weights]) -> Tuple[List[Measured], str]:
-    """Return the metrics of weights, one after the other, on the test split of a plan; and the device.
+def measure(plan: Plan, several: Sequence[Weights]) -> Tuple[List[Evaluated], str]:
+    """Return what is measured of weights, one after the other, on the test split of a plan; and the device.
 
     Raises:
         UserError: weights are not those of the plan's model, or the pod cannot be used.

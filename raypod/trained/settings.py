@@ -119,13 +119,13 @@ def config_of(values: resolve.Values, source: str) -> Config:
     return resolve.from_values(values, source, schema=schema_of(resolve.task_of_values(values)))
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, flag: str = "--output") -> None:
     """Raise ConfigError if a file cannot be created: its folder does not exist, or it is a folder."""
     if path.is_dir() or not path.parent.is_dir():
         reason = "it is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
-        raise ConfigError(f"--output {path}: {reason}")
+        raise ConfigError(f"{flag} {path}: {reason}")
     if not os.access(str(path.parent), os.W_OK):
-        raise ConfigError(f"--output {path}: the folder {path.parent} is not writable")
+        raise ConfigError(f"{flag} {path}: the folder {path.parent} is not writable")
 
 
 def host_config(run: Run, changes: Mapping[str, Any]) -> Config:
@@ -149,8 +149,8 @@ def plan_of(config: Config, changes: Mapping[str, Any], source: str) -> Plan:
     values = changed(config, changes, EVALUATION)
     values["pod"].pop("min_hosts", None)  # of the training
     pod, run, training = values["pod"], values["run"], values["training"]
-    if "pod.num_instances" in changes and "run.fleet" not in changes:
-        run["fleet"] = "ray"
+    if "pod.num_instances" in changes and "run.fleet" not in changes and run["fleet"] == "inline":
+        run["fleet"] = "auto"
     if {"pod.replicas", "pod.num_ipus", "pod.cluster"} & set(changes) or "run.fleet" in changes:
         # What follows from the changed one must not be that of the run.
         for name in ("pod.num_instances", "pod.num_ipus"):

@@ -120,3 +120,30 @@ def test_ragged_samples_train_alike_for_any_size_of_the_calls(tmp_path: Path, wo
         hashes.add(result.summary["weights_sha256"])
         assert json.loads((result.run_dir / "summary.json").read_text())["test_loss"] > 0
     assert len(hashes) == 1
+
+
+class Rare(List[Any]):
+    """Samples of one length, but for one that the evenly spaced ones leave out."""
+
+    odd = 617
+
+    def __getitem__(self, index: Any) -> Any:
+        self.append(index)
+        if index == 3:
+            raise OSError("damaged")
+        return {"x": torch.ones(9 if index == self.odd else 5)}
+
+    def __len__(self) -> int:
+        return 1000
+
+
+def test_a_rare_sample_of_another_length_is_found_before_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"training samples 0 and 617 cannot be combined .*: 'x': \[5\] and \[9\]"):
+        SampleSource("t", (Rare(), None), 0).check_batches(0, clock=lambda: 0.0)
+
+
+def test_the_search_for_odd_samples_has_a_limit() -> None:
+    ticks = iter(range(100))
+    split = Rare()
+    SampleSource("t", (split, None), 0).check_batches(0, clock=lambda: next(ticks) / 8)
+    assert len(set(list.__iter__(split))) < 40

@@ -15,7 +15,8 @@ from raypod.errors import ConfigError
 from raypod.model import evaluation_check
 
 LOSS: Any = SimpleNamespace(
-    task=SimpleNamespace(metrics=[SimpleNamespace(name="loss")]), geometry=SimpleNamespace(micro_batch_size=3)
+    task=SimpleNamespace(metrics=[SimpleNamespace(name="loss")], predictions=()),
+    geometry=SimpleNamespace(micro_batch_size=3),
 )
 BATCH = (torch.ones(1, 4),)
 
@@ -27,7 +28,11 @@ def network_of() -> nn.Sequential:
 def check(network: nn.Module, outputs: Callable[[Any, torch.Tensor], Dict[str, Any]]) -> None:
     training = SimpleNamespace(precision="32.32")
     task: Any = SimpleNamespace(
-        config=SimpleNamespace(training=training), names=None, evaluation_outputs=outputs, training_outputs=None
+        config=SimpleNamespace(training=training),
+        names=None,
+        predictions=(),
+        evaluation_outputs=outputs,
+        training_outputs=None,
     )
     evaluation_check.check(LOSS, task, network, nn.Identity(), BATCH)
 

@@ -35,7 +35,7 @@ DIRECTIONS = {
     "status": "launcher record",
     "trackers": "record",
     "storage": "record",
-    "planning": "tasks storage",
+    "planning": "fleet storage",
     "trained": "coordinator planning",
     "api": "coordinator planning status report trackers",
     "launcher": "fleet instance",

@@ -45,6 +45,8 @@ def command(page: str, start: str) -> List[str]:
     [
         (OWN_TASK, "friedman:", "mae", 0, 0.6),
         (OWN_TASK, "shapes:", "iou", 70, 100),
+        (OWN_TASK, "sparse:", "absolute", 0, 40),
+        (OWN_TASK, "circles:", "f1", 0.8, 1),
         (FROM_POPRUN, "", "accuracy", 80, 100),
     ],
 )

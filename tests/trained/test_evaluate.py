@@ -48,10 +48,10 @@ def test_the_result_is_that_of_the_training(digits_run: Path) -> None:
 
 def test_several_instances_are_those_of_ray(digits_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fleet_for(plan: Plan, report: Any) -> Any:
-        raise ConfigError(f"{plan.config.run.fleet} {plan.geometry.num_instances}")
+        raise ConfigError(f"{plan.is_inline} {plan.geometry.num_instances}")
 
     monkeypatch.setattr(module, "fleet_for", fleet_for)
-    with pytest.raises(ConfigError, match="ray 2"):
+    with pytest.raises(ConfigError, match="False 2"):
         evaluate(digits_run, num_instances=2)
 
 
@@ -79,7 +79,10 @@ def test_output_is_a_line_json_or_a_file(digits_run: Path, tmp_path: Path, capsy
     found = json.loads(capsys.readouterr().out)
     assert json.loads(file.read_text()) == found
     assert main(["evaluate", str(digits_run), "training.batch_size=16"]) == 0
-    assert f"accuracy {found['accuracy']:.2f} % (360 images of digits, emulated)" in capsys.readouterr().out
+    assert (
+        f"accuracy {found['accuracy']:.2f} %, top5_accuracy {found['top5_accuracy']:.2f} %, calibration_error"
+        in capsys.readouterr().out
+    )
     found = evaluate(digits_run, dataset="synthetic", image="1x8x8", samples=256)
     assert found["dataset"] == "synthetic"
     assert found["samples"] != 360

@@ -24,7 +24,7 @@ function rateKeys() {
 }
 
 const TITLES = { samples_per_s: "samples per second", data_wait_share: "waiting for data" };
-const UNITS = { accuracy: " %", data_wait_share: " %" };
+const UNITS = { accuracy: " %", top5_accuracy: " %", calibration_error: " %", data_wait_share: " %" };
 const titleOf = (name) => TITLES[name] || name.replace(/_per_s$/, " per second").replace(/_/g, " ");
 
 function points(table, name, scale = 1) {

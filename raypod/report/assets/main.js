@@ -5,6 +5,7 @@ const signatures = new Map(); // what a section was drawn from
 const SECTIONS = [
   ["overview", "Overview", overview],
   ["curves", "Curves", curvesSection],
+  ["predictions", "Predictions of the test split", () => forEachRun("predictions", predictionsOf)],
   ["throughput", "Throughput and waiting", ratesSection],
   ["instances", "Instances and slow ones", () => forEachRun("instances", instancesOf)],
   ["timeline", "Timeline", () => forEachRun("timeline", timelineOf)],
@@ -42,6 +43,7 @@ function redraw(isForced) {
 function sectionSignature(name) {
   const used = {
     curves: (run) => [run.metrics, run.traces, run.curves.decimated, run.curves.updates, run.evaluations.rows.length],
+    predictions: (run) => run.test,
     throughput: (run) => [run.rates, run.curves.updates],
     instances: (run) => [run.calls, run.instances, run.timeline.end_s],
     timeline: (run) => run.timeline,

@@ -139,7 +139,7 @@ def state():
 flags = dict(task=Line, slope=3.0, replicas=2, batch_size=4, updates=4, device="emulated", progress=False)
 first = raypod.fit(run_dir="a", num_instances=2, **flags)
 after_first = state()
-second = raypod.fit(run_dir="b", num_instances=1, **flags)
+second = raypod.fit(run_dir="b", num_instances=1, fleet="ray", **flags)
 print(raypod.run(lambda: second.summary["updates"], device="emulated"))
 after_second = state()
 print("same state", after_first == after_second, [a for a, b in zip(after_first, after_second) if a != b])
