@@ -149,7 +149,17 @@ class TrainingSection(Section):
     lr_power: float = Field(1.0, gt=0, le=100, description="polynomial schedule: exponent of the remaining fraction")
     lr_steps: Epochs = Field(None, description="step schedule: epochs after which the rate drops, as in 30,60,80")
     lr_gamma: float = Field(
-        0.1, gt=0, allow_inf_nan=False, description="step schedule: factor of a drop; exponential: of an epoch"
+        0.1,
+        gt=0,
+        allow_inf_nan=False,
+        description="step schedule: factor of a drop; exponential: of an epoch, or of a step of --lr-frequency",
+    )
+    lr_frequency: Optional[float] = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="steps of the schedule per epoch, between which the rate is constant, as in 16 or 0.424 (default: "
+        "one per update)",
     )
     warmup_updates: int = Field(20, ge=0, description="updates of linear warm-up (0 for module:function)")
     init_weights: Optional[str] = Field(
@@ -211,6 +221,12 @@ class TrainingSection(Section):
     )
     loss_scaling: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="factor of the loss, divided out before the update"
+    )
+    initial_loss_scaling: Optional[float] = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="loss scaling of the first epochs, which doubles at equal intervals until --loss-scaling",
     )
     reduction: Literal["sum", "mean"] = Field(
         "mean", description="how gradients are combined over micro-batches and replicas"

@@ -36,6 +36,7 @@ _NEEDS: Dict[str, Tuple[str, Tuple[Any, ...]]] = {
     "training.lr_floor": ("training.lr_schedule", ("linear", "cosine", "polynomial")),
     "training.lr_power": ("training.lr_schedule", ("polynomial",)),
     "training.lr_steps": ("training.lr_schedule", ("step",)),
+    "training.lr_frequency": ("training.lr_schedule", ("step", "exponential", "linear", "cosine", "polynomial")),
     "training.lr_gamma": ("training.lr_schedule", ("step", "exponential")),
     **{f"training.{key}": ("training.optimizer", optimizers) for key, optimizers in OF_OPTIMIZERS.items()},
 }
