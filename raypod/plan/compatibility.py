@@ -22,6 +22,7 @@ def check_compatible(config: Config) -> None:
         sets = " or ".join(IMAGE_FOLDERS)
         raise ConfigError(f"--jpeg-decoder {config.data.jpeg_decoder} has no effect without --dataset {sets}")
     _check_optimizer(config)
+    check_mixing(config)
     if config.pod.bind_cores and config.run.fleet == "inline":
         raise ConfigError(
             "--bind-cores has no effect with --fleet inline, whose instance runs in this process; omit it"
@@ -67,6 +68,27 @@ def _check_optimizer(config: Config) -> None:
             raise ConfigError(f"{flag} has no effect on --optimizer {training.optimizer}; it is for {_or(optimizers)}")
     if training.velocity_scaling is not None and not training.combined_accumulator:
         raise ConfigError("--velocity-scaling has no effect without --combined-accumulator")
+
+
+def check_mixing(config: Config) -> None:
+    """Raise ConfigError for settings of mixup and cutmix that contradict each other."""
+    data, batch = config.data, config.training.batch_size
+    low, high = data.cutmix_lambda_low, data.cutmix_lambda_high
+    if low > high:
+        raise ConfigError(f"--cutmix-lambda-low {low:g} is greater than --cutmix-lambda-high {high:g}")
+    if data.cutmix_disable_prob and not data.has_cutmix:
+        raise ConfigError("--cutmix-disable-prob has no effect without --cutmix-lambda-low and --cutmix-lambda-high")
+    if not (data.mixup_alpha or data.has_cutmix):
+        return
+    name = "--mixup-alpha" if data.mixup_alpha else "--cutmix-lambda-high"
+    if not data.augment:
+        raise ConfigError(f"{name} has no effect with --no-augment; omit one of them")
+    least = 3 if data.mixup_alpha and data.has_cutmix else 2
+    if batch < least:
+        what = "mixup with cutmix" if least == 3 else name[2:].partition("-")[0]
+        raise ConfigError(
+            f"--batch-size {batch}: {what} combines the images of a micro-batch, and needs at least {least}"
+        )
 
 
 def _or(words: Sequence[str]) -> str:

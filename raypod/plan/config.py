@@ -72,6 +72,16 @@ class DataSection(Section):
     augment: bool = Field(True, description="randomly crop and flip training images, as is usual for the data set")
     crop_padding: Optional[int] = Field(None, ge=0, description="maximum shift of an augmented image in pixels")
     flip: Optional[bool] = Field(None, description="flip augmented images horizontally with probability 0.5")
+    mixup_alpha: float = Field(
+        0.0, ge=0, le=1, description="mix each training image with another one by Beta(alpha, alpha); 0: no mixup"
+    )
+    cutmix_lambda_low: float = Field(
+        0.0, ge=0, le=1, description="smallest share of a training image into which cutmix pastes another one"
+    )
+    cutmix_lambda_high: float = Field(
+        0.0, ge=0, le=1, description="largest share; cutmix is off if both are 0, or both are 1"
+    )
+    cutmix_disable_prob: float = Field(0.0, ge=0, le=1, description="probability that cutmix leaves an image as it is")
     image_size: Optional[int] = Field(
         None,
         ge=1,
@@ -95,6 +105,11 @@ class DataSection(Section):
         description="samples that are not used, as in 17,208,test:3: the next one takes the place of a training sample",
     )
     eight_bit_io: bool = Field(False, description="transfer images as uint8 and normalize them on the device")
+
+    @property
+    def has_cutmix(self) -> bool:
+        """Whether training images get rectangles of others."""
+        return self.cutmix_lambda_high > 0 and self.cutmix_lambda_low < 1
 
     @property
     def first_sample(self) -> int:

@@ -10,6 +10,7 @@ from raypod.plan.config import IMAGE_CLASSIFICATION, IMAGE_FOLDERS
 IMAGE_KEYS = (
     *("data.dataset", "data.data_dir", "data.download", "data.cache_dir", "data.samples", "data.image", "data.classes"),
     *("data.augment", "data.crop_padding", "data.flip", "data.image_size", "data.eight_bit_io"),
+    *("data.mixup_alpha", "data.cutmix_lambda_low", "data.cutmix_lambda_high", "data.cutmix_disable_prob"),
     *("data.max_image_pixels", "training.model", "training.stem", "training.norm", "training.label_smoothing"),
 )
 # The optimizers that have each key of the section `training`.
