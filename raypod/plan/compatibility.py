@@ -23,6 +23,7 @@ def check_compatible(config: Config) -> None:
         raise ConfigError(f"--jpeg-decoder {config.data.jpeg_decoder} has no effect without --dataset {sets}")
     _check_optimizer(config)
     check_mixing(config)
+    _check_policy(config)
     if config.pod.bind_cores and config.run.fleet == "inline":
         raise ConfigError(
             "--bind-cores has no effect with --fleet inline, whose instance runs in this process; omit it"
@@ -89,6 +90,16 @@ def check_mixing(config: Config) -> None:
         raise ConfigError(
             f"--batch-size {batch}: {what} combines the images of a micro-batch, and needs at least {least}"
         )
+
+
+def _check_policy(config: Config) -> None:
+    """Raise ConfigError for changes of images that are not those of a folder, or are not augmented."""
+    data = config.data
+    for flag, value in (("--policy", data.policy), ("--random-erasing", data.random_erasing)):
+        if value and config.decoder is None:
+            raise ConfigError(f"{flag} {value} has no effect without --dataset {' or '.join(IMAGE_FOLDERS)}")
+        if value and not data.augment:
+            raise ConfigError(f"{flag} {value} has no effect with --no-augment; omit one of them")
 
 
 def _or(words: Sequence[str]) -> str:

@@ -72,6 +72,17 @@ class DataSection(Section):
     augment: bool = Field(True, description="randomly crop and flip training images, as is usual for the data set")
     crop_padding: Optional[int] = Field(None, ge=0, description="maximum shift of an augmented image in pixels")
     flip: Optional[bool] = Field(None, description="flip augmented images horizontally with probability 0.5")
+    policy: Optional[Literal["rand-augment", "auto-augment"]] = Field(
+        None, description="torchvision's policy that further changes training images of imagefolder and imagenet"
+    )
+    rand_augment_ops: int = Field(2, ge=1, description="rand-augment: operations per image")
+    rand_augment_magnitude: int = Field(9, ge=0, le=30, description="rand-augment: strength of the operations")
+    random_erasing: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="probability that a rectangle of a training image becomes the mean color; imagefolder and imagenet",
+    )
     mixup_alpha: float = Field(
         0.0, ge=0, le=1, description="mix each training image with another one by Beta(alpha, alpha); 0: no mixup"
     )

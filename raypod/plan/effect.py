@@ -10,6 +10,7 @@ from raypod.plan.config import IMAGE_CLASSIFICATION, IMAGE_FOLDERS
 IMAGE_KEYS = (
     *("data.dataset", "data.data_dir", "data.download", "data.cache_dir", "data.samples", "data.image", "data.classes"),
     *("data.augment", "data.crop_padding", "data.flip", "data.image_size", "data.eight_bit_io"),
+    *("data.policy", "data.rand_augment_ops", "data.rand_augment_magnitude", "data.random_erasing"),
     *("data.mixup_alpha", "data.cutmix_lambda_low", "data.cutmix_lambda_high", "data.cutmix_disable_prob"),
     *("data.max_image_pixels", "training.model", "training.stem", "training.norm", "training.label_smoothing"),
 )
@@ -32,6 +33,10 @@ _NEEDS: Dict[str, Tuple[str, Tuple[Any, ...]]] = {
     "data.classes": ("data.dataset", ("synthetic",)),
     "data.download": ("data.dataset", ("cifar10", "cifar100")),
     "data.jpeg_decoder": ("data.dataset", IMAGE_FOLDERS),
+    "data.policy": ("data.dataset", IMAGE_FOLDERS),
+    "data.rand_augment_ops": ("data.policy", ("rand-augment",)),
+    "data.rand_augment_magnitude": ("data.policy", ("rand-augment",)),
+    "data.random_erasing": ("data.dataset", IMAGE_FOLDERS),
     "data.crop_padding": ("data.augment", (True,)),
     "data.flip": ("data.augment", (True,)),
     "training.lr_floor": ("training.lr_schedule", ("linear", "cosine", "polynomial")),
