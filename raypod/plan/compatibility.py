@@ -6,7 +6,15 @@ from typing import Sequence
 
 from raypod.errors import ConfigError
 from raypod.plan import ipu_options
-from raypod.plan.config import IMAGE_CLASSIFICATION, IMAGE_FOLDERS, WITHOUT_FILES, Config, TrainingSection
+from raypod.plan.config import (
+    EFFICIENTNETS,
+    IMAGE_CLASSIFICATION,
+    IMAGE_FOLDERS,
+    TORCHVISION_RESNETS,
+    WITHOUT_FILES,
+    Config,
+    TrainingSection,
+)
 from raypod.plan.effect import OF_OPTIMIZERS
 from raypod.plan.learning_rate import check_settings
 from raypod.plan.values import parse_interval
@@ -24,6 +32,7 @@ def check_compatible(config: Config) -> None:
     _check_optimizer(config)
     check_mixing(config)
     _check_policy(config)
+    _check_model(training)
     if config.pod.bind_cores and config.run.fleet == "inline":
         raise ConfigError(
             "--bind-cores has no effect with --fleet inline, whose instance runs in this process; omit it"
@@ -100,6 +109,17 @@ def _check_policy(config: Config) -> None:
             raise ConfigError(f"{flag} {value} has no effect without --dataset {' or '.join(IMAGE_FOLDERS)}")
         if value and not data.augment:
             raise ConfigError(f"{flag} {value} has no effect with --no-augment; omit one of them")
+
+
+def _check_model(training: TrainingSection) -> None:
+    """Raise ConfigError for settings of another network or norm than the chosen one."""
+    if training.norm != "group" and (training.norm_num_groups or training.norm_eps):
+        raise ConfigError("--norm-num-groups and --norm-eps have no effect without --norm group")
+    if training.zero_init_residual and training.model not in TORCHVISION_RESNETS:
+        raise ConfigError(f"--zero-init-residual has no effect on --model {training.model}: omit it")
+    is_changed = training.efficientnet_expand_ratio != 6 or training.efficientnet_group_dim != 1
+    if is_changed and training.model not in EFFICIENTNETS:
+        raise ConfigError(f"--efficientnet-... has no effect on --model {training.model}; use {_or(EFFICIENTNETS)}")
 
 
 def _or(words: Sequence[str]) -> str:

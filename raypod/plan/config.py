@@ -25,6 +25,9 @@ MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")
+EFFICIENTNETS = ("efficientnet_b0", "efficientnet_b4")
+MOBILE_NETWORKS = (*EFFICIENTNETS, "mobilenet_v3_small", "mobilenet_v3_large")
+TIMM = "timm:"  # begins the name of a model of the package timm
 IMAGE_FOLDERS = ("imagefolder", "imagenet")  # data sets
 WITHOUT_FILES = ("digits", "synthetic")  # data sets that read no folder
 MAX_IMAGE_PIXELS = 89_478_485  # of an image file, as Pillow's own limit: 268 MB as RGB
@@ -138,12 +141,27 @@ class TrainingSection(Section):
     """The model, the batch sizes, the optimizer and the length of the training."""
 
     model: str = Field(
-        "resnet8", description="resnet8/14/20, resnet18/34/50/101/152, vit_tiny/small/b_16, tiny, or module:function"
+        "resnet8",
+        description="resnet8/14/20, resnet18/34/50/101/152, vit_tiny/small/b_16, efficientnet_b0/b4, "
+        "mobilenet_v3_small/large, tiny, timm:NAME, or module:function",
     )
     stem: Literal["auto", "cifar", "imagenet"] = Field(
         "auto", description="first layers of ResNets; auto: by the image size"
     )
     norm: Literal["batch", "group", "frozen"] = Field("batch", description="layer used in place of every BatchNorm2d")
+    norm_num_groups: Optional[int] = Field(None, ge=1, description="groups of group norms (default: 32)")
+    norm_eps: Optional[float] = Field(
+        None, gt=0, allow_inf_nan=False, description="term of the denominator of group norms (default: 1e-5)"
+    )
+    zero_init_residual: bool = Field(
+        False, description="ResNets from resnet18 on: the last norm of a residual branch starts with weight 0"
+    )
+    efficientnet_expand_ratio: int = Field(
+        6, ge=1, description="factor by which the blocks of EfficientNets expand their channels"
+    )
+    efficientnet_group_dim: int = Field(
+        1, ge=1, description="channels per group of the depthwise convolutions of EfficientNets, as 16 for IPUs"
+    )
     pipeline_splits: Names = Field(None, description="modules at which the next IPU begins, as in layer2.0,layer3.8")
     pipeline_balance: Optional[Literal["parameters", "time"]] = Field(
         None, description="split a model automatically, balanced by parameters or by measured time"
@@ -276,6 +294,11 @@ class TrainingSection(Section):
     seed: int = Field(42, ge=0, lt=2**31, description="seed of weights, sample order, augmentation and dropout")
 
     @property
+    def has_own_model(self) -> bool:
+        """Whether the model is a function of the user."""
+        return ":" in self.model and not self.model.startswith(TIMM)
+
+    @property
     def ema_interval(self) -> int:
         """The updates between two additions to the average, a number of whole calls; 0 without `ema`."""
         if self.ema is None:
@@ -286,9 +309,11 @@ class TrainingSection(Section):
     @pydantic.field_validator("model")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        known = ("tiny", *SMALL_RESNETS, *TORCHVISION_RESNETS, *VISION_TRANSFORMERS)
+        known = ("tiny", *SMALL_RESNETS, *TORCHVISION_RESNETS, *VISION_TRANSFORMERS, *MOBILE_NETWORKS)
         if value not in known and ":" not in value:
-            raise ValueError(f"known are {', '.join(known)}, or module:function for a custom model")
+            raise ValueError(f"known are {', '.join(known)}, timm:NAME, or module:function for a custom model")
+        if value.startswith(TIMM) and ":" in value[len(TIMM) :]:
+            raise ValueError("write timm: and the name of a model of timm, as in timm:convnext_tiny")
         return value
 
     @pydantic.field_validator("lr_schedule")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, Mapping, Tuple
 
-from raypod.plan.config import IMAGE_CLASSIFICATION, IMAGE_FOLDERS
+from raypod.plan.config import EFFICIENTNETS, IMAGE_CLASSIFICATION, IMAGE_FOLDERS, TORCHVISION_RESNETS
 
 # The keys that only the task image-classification has.
 IMAGE_KEYS = (
@@ -13,6 +13,8 @@ IMAGE_KEYS = (
     *("data.policy", "data.rand_augment_ops", "data.rand_augment_magnitude", "data.random_erasing"),
     *("data.mixup_alpha", "data.cutmix_lambda_low", "data.cutmix_lambda_high", "data.cutmix_disable_prob"),
     *("data.max_image_pixels", "training.model", "training.stem", "training.norm", "training.label_smoothing"),
+    *("training.norm_num_groups", "training.norm_eps", "training.zero_init_residual"),
+    *("training.efficientnet_expand_ratio", "training.efficientnet_group_dim"),
 )
 # The optimizers that have each key of the section `training`.
 OF_OPTIMIZERS: Dict[str, Tuple[str, ...]] = {
@@ -39,6 +41,11 @@ _NEEDS: Dict[str, Tuple[str, Tuple[Any, ...]]] = {
     "data.random_erasing": ("data.dataset", IMAGE_FOLDERS),
     "data.crop_padding": ("data.augment", (True,)),
     "data.flip": ("data.augment", (True,)),
+    "training.norm_num_groups": ("training.norm", ("group",)),
+    "training.norm_eps": ("training.norm", ("group",)),
+    "training.zero_init_residual": ("training.model", TORCHVISION_RESNETS),
+    "training.efficientnet_expand_ratio": ("training.model", EFFICIENTNETS),
+    "training.efficientnet_group_dim": ("training.model", EFFICIENTNETS),
     "training.lr_floor": ("training.lr_schedule", ("linear", "cosine", "polynomial")),
     "training.lr_power": ("training.lr_schedule", ("polynomial",)),
     "training.lr_steps": ("training.lr_schedule", ("step",)),

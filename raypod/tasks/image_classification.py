@@ -25,7 +25,7 @@ class ImageClassification(Task):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.user_code = config.training.model if ":" in config.training.model else None
+        self.user_code = config.training.model if config.training.has_own_model else None
         self._splits: Optional[Splits] = None
 
     def load(self) -> Source:
