@@ -70,7 +70,7 @@ def _network(config: Config, channels: int, side: int, classes: int) -> nn.Modul
     if name.startswith(TIMM):
         return mobile_networks.build_timm(name, channels, classes)
     if name in VISION_TRANSFORMERS:
-        return _vision_transformer(name, channels, side, classes)
+        return _vision_transformer(config.training, channels, side, classes)
     model = user_code.call(name, "training.model", channels, classes)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"training.model = {name!r} returned {type(model).__name__}, not a torch.nn.Module")
@@ -151,7 +151,8 @@ def _zero_last_norms(network: nn.Module) -> None:
             nn.init.zeros_(last.weight)
 
 
-def _vision_transformer(name: str, channels: int, side: int, classes: int) -> nn.Module:
+def _vision_transformer(training: TrainingSection, channels: int, side: int, classes: int) -> nn.Module:
+    name = training.model
     torchvision_import.install()
     from torchvision.models.vision_transformer import VisionTransformer  # as above
 
@@ -162,7 +163,11 @@ def _vision_transformer(name: str, channels: int, side: int, classes: int) -> nn
             f"{name} divides images into patches of {patch} pixels; the image size {side} must be a multiple of it"
         )
     layers, heads, width, mlp_width = _TRANSFORMERS[name]
-    model: Any = VisionTransformer(side, patch, layers, heads, width, mlp_width, num_classes=classes)
+    model: Any = VisionTransformer(
+        *(side, patch, layers, heads, width, mlp_width, training.vit_dropout, training.vit_attention_dropout),
+        num_classes=classes,
+        representation_size=training.vit_representation_size,
+    )
     if channels != 3:
         model.conv_proj = nn.Conv2d(channels, width, patch, patch)
     if is_small:

@@ -11,6 +11,7 @@ from raypod.plan.config import (
     IMAGE_CLASSIFICATION,
     IMAGE_FOLDERS,
     TORCHVISION_RESNETS,
+    VISION_TRANSFORMERS,
     WITHOUT_FILES,
     Config,
     TrainingSection,
@@ -117,6 +118,9 @@ def _check_model(training: TrainingSection) -> None:
         raise ConfigError("--norm-num-groups and --norm-eps have no effect without --norm group")
     if training.zero_init_residual and training.model not in TORCHVISION_RESNETS:
         raise ConfigError(f"--zero-init-residual has no effect on --model {training.model}: omit it")
+    has_layers = training.vit_dropout or training.vit_attention_dropout or training.vit_representation_size
+    if has_layers and training.model not in VISION_TRANSFORMERS:
+        raise ConfigError(f"--vit-... has no effect on --model {training.model}; use {_or(VISION_TRANSFORMERS)}")
     is_changed = training.efficientnet_expand_ratio != 6 or training.efficientnet_group_dim != 1
     if is_changed and training.model not in EFFICIENTNETS:
         raise ConfigError(f"--efficientnet-... has no effect on --model {training.model}; use {_or(EFFICIENTNETS)}")

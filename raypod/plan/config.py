@@ -162,6 +162,13 @@ class TrainingSection(Section):
     efficientnet_group_dim: int = Field(
         1, ge=1, description="channels per group of the depthwise convolutions of EfficientNets, as 16 for IPUs"
     )
+    vit_dropout: float = Field(0.0, ge=0, lt=1, description="vision transformers: dropout of embeddings and layers")
+    vit_attention_dropout: float = Field(
+        0.0, ge=0, lt=1, description="vision transformers: dropout of the attention's probabilities"
+    )
+    vit_representation_size: Optional[int] = Field(
+        None, ge=1, description="vision transformers: width of a layer before the classifier (default: no such layer)"
+    )
     pipeline_splits: Names = Field(None, description="modules at which the next IPU begins, as in layer2.0,layer3.8")
     pipeline_balance: Optional[Literal["parameters", "time"]] = Field(
         None, description="split a model automatically, balanced by parameters or by measured time"

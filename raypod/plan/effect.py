@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Dict, Mapping, Tuple
 
-from raypod.plan.config import EFFICIENTNETS, IMAGE_CLASSIFICATION, IMAGE_FOLDERS, TORCHVISION_RESNETS
+from raypod.plan.config import (
+    EFFICIENTNETS,
+    IMAGE_CLASSIFICATION,
+    IMAGE_FOLDERS,
+    TORCHVISION_RESNETS,
+    VISION_TRANSFORMERS,
+)
 
 # The keys that only the task image-classification has.
 IMAGE_KEYS = (
@@ -15,6 +21,7 @@ IMAGE_KEYS = (
     *("data.max_image_pixels", "training.model", "training.stem", "training.norm", "training.label_smoothing"),
     *("training.norm_num_groups", "training.norm_eps", "training.zero_init_residual"),
     *("training.efficientnet_expand_ratio", "training.efficientnet_group_dim"),
+    *("training.vit_dropout", "training.vit_attention_dropout", "training.vit_representation_size"),
 )
 # The optimizers that have each key of the section `training`.
 OF_OPTIMIZERS: Dict[str, Tuple[str, ...]] = {
@@ -46,6 +53,9 @@ _NEEDS: Dict[str, Tuple[str, Tuple[Any, ...]]] = {
     "training.zero_init_residual": ("training.model", TORCHVISION_RESNETS),
     "training.efficientnet_expand_ratio": ("training.model", EFFICIENTNETS),
     "training.efficientnet_group_dim": ("training.model", EFFICIENTNETS),
+    "training.vit_dropout": ("training.model", VISION_TRANSFORMERS),
+    "training.vit_attention_dropout": ("training.model", VISION_TRANSFORMERS),
+    "training.vit_representation_size": ("training.model", VISION_TRANSFORMERS),
     "training.lr_floor": ("training.lr_schedule", ("linear", "cosine", "polynomial")),
     "training.lr_power": ("training.lr_schedule", ("polynomial",)),
     "training.lr_steps": ("training.lr_schedule", ("step",)),

@@ -37,6 +37,7 @@ _GROUP_OF_KEY = {
                 "efficientnet_expand_ratio",
                 "efficientnet_group_dim",
             ),
+            *("vit_dropout", "vit_attention_dropout", "vit_representation_size"),
             *("model", "stem", "norm", "pipeline_splits", "pipeline_balance", "execution", "precision", "init_weights"),
             *("memory_format", "init_ignore", "freeze", "ema", "ema_every"),
         ),

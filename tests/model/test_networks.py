@@ -88,6 +88,16 @@ def test_efficientnets_of_graphcore_have_groups_of_16_channels_and_a_smaller_exp
         build(3, 32, 10, model="efficientnet_b0", efficientnet_group_dim=20)
 
 
+def test_vision_transformers_have_dropout_and_a_layer_before_the_classifier() -> None:
+    given = {"vit_dropout": 0.1, "vit_attention_dropout": 0.2, "vit_representation_size": 40}
+    network = build(3, 32, 10, model="vit_tiny", **given)
+    assert {part.p for part in network.modules() if isinstance(part, nn.Dropout)} == {0.1}
+    assert {part.dropout for part in network.modules() if isinstance(part, nn.MultiheadAttention)} == {0.2}
+    assert network.heads.pre_logits.out_features == 40
+    plain = build(3, 32, 10, model="vit_tiny")
+    assert {part.p for part in plain.modules() if isinstance(part, nn.Dropout)} == {0.0}
+
+
 def test_zero_init_residual_lets_the_blocks_begin_as_one_of_their_branches() -> None:
     network = build(3, 64, 10, model="resnet50", zero_init_residual=True)
     zero = {name for name, each in network.named_parameters() if "weight" in name and not each.any()}
@@ -138,6 +148,7 @@ def planned(model: str) -> None:
     [
         ({"norm_eps": 0.1}, "--norm-num-groups and --norm-eps have no effect without --norm group"),
         ({"zero_init_residual": True}, "--zero-init-residual has no effect on --model resnet8"),
+        ({"vit_dropout": 0.1}, "has no effect on --model resnet8; use vit_tiny, vit_small or vit_b_16"),
         ({"efficientnet_group_dim": 2}, "has no effect on --model resnet8; use efficientnet_b0 or efficientnet_b4"),
     ],
 )
