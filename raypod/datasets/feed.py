@@ -101,7 +101,9 @@ class Feed:
                     return
                 raise
             self._next_update = update + iterations
-            yield batch
+            training = self._plan.config.training
+            random = training.seed, update // self._plan.updates_per_epoch
+            yield self._source.with_pairs(batch, self._samples, training.batch_size, random)
 
     def _next_call(self, update: int) -> Call:
         retry = self._new_retry()

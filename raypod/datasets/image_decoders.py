@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import importlib
 import io
-from typing import Any, Dict, NamedTuple, Optional, Tuple, Type
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple, Type
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from raypod.datasets.pixel_limit import check_pixels, open_image
 from raypod.datasets.pixels import eight_bit
 from raypod.errors import ConfigError
 from raypod.host import torchvision_import
-from raypod.plan.config import MAX_IMAGE_PIXELS
+from raypod.plan.config import MAX_IMAGE_PIXELS, DataSection
 
 torchvision_import.install()
 from torchvision import transforms  # noqa: E402 - needs the import hook above
@@ -140,6 +140,36 @@ class SimplejpegPreparation(Preparation):
         rows, columns = (shorter, longer) if height <= width else (longer, shorter)
         first_row, first_column = (int(round((length - side) / 2.0)) for length in (rows, columns))
         return Window(0, 0, height, width, rows, columns, first_row, first_column, False)
+
+
+class FurtherChanged(Preparation):
+    """A preparation whose samples torchvision changes further, with random numbers of torch's global generator.
+
+    Args:
+        first: makes the samples.
+        data: the section of the config, whose policy is applied before the random erasing.
+        mean: of images scaled to [0, 1], with which rectangles are erased: one value per channel.
+    """
+
+    def __init__(self, first: Preparation, data: DataSection, mean: Sequence[float]) -> None:
+        self._first, steps = first, []
+        if data.policy == "rand-augment":
+            steps.append(transforms.RandAugment(data.rand_augment_ops, data.rand_augment_magnitude))
+        elif data.policy == "auto-augment":
+            steps.append(transforms.AutoAugment())  # the policy for ImageNet
+        if data.random_erasing:
+            steps.append(transforms.RandomErasing(data.random_erasing, value=[round(255 * each) for each in mean]))
+        self._changes = transforms.Compose(steps)
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        """Return the sample of a Pillow image."""
+        sample: torch.Tensor = self._changes(self._first(image))
+        return sample
+
+    def decode(self, data: bytes) -> torch.Tensor:
+        """Return the sample of an image file. Any exception if it is damaged."""
+        sample: torch.Tensor = self._changes(self._first.decode(data))
+        return sample
 
 
 _PREPARATIONS: Dict[str, Type[Preparation]] = {"pillow": PillowPreparation, "simplejpeg": SimplejpegPreparation}

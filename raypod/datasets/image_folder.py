@@ -56,7 +56,7 @@ def load(config: Config) -> Splits:
     Raises:
         ConfigError: a folder is missing or contains no images, or shards are damaged.
     """
-    from raypod.datasets.image_decoders import preparation  # imports torch, which planning must not
+    from raypod.datasets.image_decoders import FurtherChanged, preparation  # imports torch, which planning must not
 
     root, data = _root(config), config.data
     index = _index(root)
@@ -68,6 +68,8 @@ def load(config: Config) -> Splits:
     listed = fingerprint_of_bytes(arrays["train_files"], arrays["test_files"], *labels)
     contents = contents_of([(train_files, len(labels[0])), (test_files, len(labels[1]))])
     train = preparation(decoder, side, is_random=data.augment, flips=data.flip is not False, max_pixels=limit)
+    if data.policy or data.random_erasing:
+        train = FurtherChanged(train, data, _MEAN)
     test = preparation(decoder, side, is_random=False, flips=False, max_pixels=limit)
     return Splits(
         train=ImageFiles(train_files, labels[0], train),

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from raypod.datasets.arrays import ArrayDataset, Splits
+from raypod.datasets.mixing import pair_words
 from raypod.datasets.source import FIRST, Batch, Source
 from raypod.datasets.transforms import activation_dtype, gather, normalize, resize
 from raypod.errors import ConfigError
@@ -30,6 +31,14 @@ class ImageSource(Source):
         """See `Source.gather`."""
         images, labels = gather(split, samples, self._splits.augmentation, seed_and_epoch, self._host_size)
         return self.to_device_format((torch.from_numpy(images), torch.from_numpy(labels)))
+
+    def with_pairs(self, batch: Batch, samples: np.ndarray, micro_batch: int, seed_and_epoch: Tuple[int, int]) -> Batch:
+        """See `Source.with_pairs`: mixup and cutmix."""
+        height, width = batch[0].shape[2:]
+        size = self._config.data.image_size
+        mixed_size = (height, width) if size is None else (size, size)
+        words = pair_words(self._config.data, samples, micro_batch, seed_and_epoch, mixed_size)
+        return batch if words is None else (*batch, torch.from_numpy(words))
 
     def check_sample(self, sample: Any, name: str = FIRST) -> None:
         """See `Source.check_sample`."""

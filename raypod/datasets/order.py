@@ -7,13 +7,13 @@ from numpy's generators, whose sequences may change between numpy versions.
 from __future__ import annotations
 
 import hashlib
-from typing import Sequence
+from typing import Sequence, Tuple
 
 import numpy as np
 
 from raypod.plan.plan import Geometry
 
-_ORDER, _AUGMENTATION = 1, 2  # independent streams of random numbers
+_ORDER, _AUGMENTATION, _PAIRS = 1, 2, 3  # independent streams of random numbers
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
@@ -61,6 +61,16 @@ def augmentation_integers(seed: int, epoch: int, samples: np.ndarray, bounds: in
     words = hash_integers(_AUGMENTATION, seed, epoch, np.asarray(samples)[:, None], np.arange(draws))
     drawn: np.ndarray = (words % np.uint64(bounds)).astype(np.int64)
     return drawn
+
+
+def pair_fractions(
+    seed_and_epoch: Tuple[int, int], samples: np.ndarray, partners: np.ndarray, first_draw: int, draws: int
+) -> np.ndarray:
+    """Return `draws` random numbers in (0, 1) for each pair of a sample and its partner: float64 [pairs, draws]."""
+    pairs = np.asarray(samples)[:, None], np.asarray(partners)[:, None]
+    words = hash_integers(_PAIRS, *seed_and_epoch, *pairs, first_draw + np.arange(draws))
+    fractions: np.ndarray = ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return fractions
 
 
 def sample_seed(seed: int, epoch: int, sample: int) -> int:

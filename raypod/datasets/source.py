@@ -44,6 +44,17 @@ class Source(abc.ABC):
         """
         raise NotImplementedError
 
+    def with_pairs(self, batch: Batch, samples: np.ndarray, micro_batch: int, seed_and_epoch: Tuple[int, int]) -> Batch:
+        """Return a training batch with what the device needs to mix the samples of a micro-batch.
+
+        Args:
+            samples: indices in the order of the batch, int64 [n].
+            micro_batch: samples of a micro-batch; the batch consists of them.
+            seed_and_epoch: of the random numbers.
+        """
+        del samples, micro_batch, seed_and_epoch  # nothing is mixed
+        return batch
+
     def first_sample(self, seed: int) -> Any:
         """Load the training sample `first` as an evaluation would. ConfigError if it cannot be used."""
         _, sample = SeededSamples(self.train, seed)[NO_EPOCH, self.first]

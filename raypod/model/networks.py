@@ -3,7 +3,7 @@
 `resnet8`, `resnet14`, `resnet20` are the residual networks for small images of He et al. 2016, section 4.2 (6n + 2
 layers). `resnet18` and larger come from torchvision; for images under 64 pixels their stem is one 3x3 convolution of
 stride 1 without pooling, as is usual for CIFAR. The vision transformers are torchvision's: ViT-B/16, and two small ones
-that divide an image of any size into 8 x 8 patches.
+that divide an image of any size into 8 x 8 patches. `mobile_networks` has the others.
 """
 
 from __future__ import annotations
@@ -17,8 +17,17 @@ from torch.nn import functional
 
 from raypod.errors import ConfigError
 from raypod.host import torchvision_import
+from raypod.model import mobile_networks
 from raypod.plan import user_code
-from raypod.plan.config import SMALL_RESNETS, TORCHVISION_RESNETS, VISION_TRANSFORMERS, Config
+from raypod.plan.config import (
+    MOBILE_NETWORKS,
+    SMALL_RESNETS,
+    TIMM,
+    TORCHVISION_RESNETS,
+    VISION_TRANSFORMERS,
+    Config,
+    TrainingSection,
+)
 
 # Layers, heads, width, width of the MLP (Dosovitskiy et al. 2021, table 1; the small ones have fewer layers).
 _TRANSFORMERS: Dict[str, Tuple[int, int, int, int]] = {
@@ -28,7 +37,7 @@ _TRANSFORMERS: Dict[str, Tuple[int, int, int, int]] = {
 }
 _PATCHES = 8  # of the small transformers, per side; each at least 2x2 pixels
 _POSITIONS_STD = 0.5
-_GROUPS = 32  # of group normalization (Wu and He 2018)
+_GROUPS, _EPS = 32, 1e-5  # of group normalization (Wu and He 2018), and torch's default
 
 
 def build_model(config: Config, channels: int, side: int, classes: int) -> nn.Module:
@@ -39,7 +48,7 @@ def build_model(config: Config, channels: int, side: int, classes: int) -> nn.Mo
     """
     network = _network(config, channels, side, classes)
     if config.training.norm != "batch":
-        replace_batch_norms(network, config.training.norm)
+        replace_batch_norms(network, config.training)
     return network
 
 
@@ -52,9 +61,16 @@ def _network(config: Config, channels: int, side: int, classes: int) -> nn.Modul
     if name in TORCHVISION_RESNETS:
         stem = config.training.stem
         has_small_stem = side < 64 if stem == "auto" else stem == "cifar"
-        return _torchvision_resnet(name, channels, classes, has_small_stem)
+        network = _torchvision_resnet(name, channels, classes, has_small_stem)
+        if config.training.zero_init_residual:
+            _zero_last_norms(network)
+        return network
+    if name in MOBILE_NETWORKS:
+        return mobile_networks.build(config.training, channels, classes)
+    if name.startswith(TIMM):
+        return mobile_networks.build_timm(name, channels, classes)
     if name in VISION_TRANSFORMERS:
-        return _vision_transformer(name, channels, side, classes)
+        return _vision_transformer(config.training, channels, side, classes)
     model = user_code.call(name, "training.model", channels, classes)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"training.model = {name!r} returned {type(model).__name__}, not a torch.nn.Module")
@@ -126,7 +142,17 @@ def _torchvision_resnet(name: str, channels: int, classes: int, has_small_stem: 
     return model
 
 
-def _vision_transformer(name: str, channels: int, side: int, classes: int) -> nn.Module:
+def _zero_last_norms(network: nn.Module) -> None:
+    """Begin as Graphcore's ResNets: the first block of a stage as its branch, and the others as the identity."""
+    for block in network.modules():
+        if isinstance(getattr(block, "bn2", None), nn.BatchNorm2d):
+            shortcut: Any = getattr(block, "downsample", None)
+            last: Any = getattr(block, "bn3", getattr(block, "bn2", None)) if shortcut is None else shortcut[1]
+            nn.init.zeros_(last.weight)
+
+
+def _vision_transformer(training: TrainingSection, channels: int, side: int, classes: int) -> nn.Module:
+    name = training.model
     torchvision_import.install()
     from torchvision.models.vision_transformer import VisionTransformer  # as above
 
@@ -137,7 +163,11 @@ def _vision_transformer(name: str, channels: int, side: int, classes: int) -> nn
             f"{name} divides images into patches of {patch} pixels; the image size {side} must be a multiple of it"
         )
     layers, heads, width, mlp_width = _TRANSFORMERS[name]
-    model: Any = VisionTransformer(side, patch, layers, heads, width, mlp_width, num_classes=classes)
+    model: Any = VisionTransformer(
+        *(side, patch, layers, heads, width, mlp_width, training.vit_dropout, training.vit_attention_dropout),
+        num_classes=classes,
+        representation_size=training.vit_representation_size,
+    )
     if channels != 3:
         model.conv_proj = nn.Conv2d(channels, width, patch, patch)
     if is_small:
@@ -174,8 +204,10 @@ class FrozenBatchNorm2d(nn.Module):
         return inputs * scale[:, None, None] + shift[:, None, None]
 
 
-def replace_batch_norms(network: nn.Module, norm: str) -> None:
-    """Replace every `nn.BatchNorm2d` of a network, in place, by group normalization ("group") or constants ("frozen").
+def replace_batch_norms(network: nn.Module, training: TrainingSection) -> None:
+    """Replace every `nn.BatchNorm2d` of a network, in place, by the layer of `training.norm`.
+
+    Those of timm contain the activation, which stays after the layer.
 
     Raises:
         ConfigError: the network has none.
@@ -187,11 +219,15 @@ def replace_batch_norms(network: nn.Module, norm: str) -> None:
         if isinstance(child, nn.BatchNorm2d)
     ]
     if not found:
-        raise ConfigError(f"--norm {norm}: the model has no BatchNorm2d to replace")
+        raise ConfigError(f"--norm {training.norm}: the model has no BatchNorm2d to replace")
     for parent, name, child in found:
-        setattr(parent, name, _group_norm(child.num_features) if norm == "group" else FrozenBatchNorm2d(child))
+        is_group = training.norm == "group"
+        new: nn.Module = _group_norm(child.num_features, training) if is_group else FrozenBatchNorm2d(child)
+        contained = [getattr(child, part) for part in ("drop", "act") if hasattr(child, part)]
+        setattr(parent, name, nn.Sequential(new, *contained) if contained else new)
 
 
-def _group_norm(channels: int) -> nn.GroupNorm:
-    """Return a norm of 32 groups, or of fewer if 32 does not divide `channels`."""
-    return nn.GroupNorm(math.gcd(_GROUPS, channels), channels)
+def _group_norm(channels: int, training: TrainingSection) -> nn.GroupNorm:
+    """Return a norm of 32 groups, or as configured; of fewer if the number does not divide `channels`."""
+    groups = math.gcd(training.norm_num_groups or _GROUPS, channels)
+    return nn.GroupNorm(groups, channels, training.norm_eps or _EPS)

@@ -9,6 +9,7 @@ import torch
 
 from raypod.model import freezing
 from raypod.plan.config import Config, TrainingSection
+from raypod.plan.learning_rate import loss_scaling
 
 
 class _Optimizer(NamedTuple):
@@ -36,21 +37,21 @@ _FLOAT32_STATES = {"second_order_momentum"}  # half precision would underflow
 
 
 def build_optimizer(config: Config, groups: Sequence[Dict[str, Any]]) -> Any:
-    """Return the poptorch optimizer of a config for a task's parameter groups."""
+    """Return the poptorch optimizer of a config, as of update 0, for a task's parameter groups."""
     training = config.training
     chosen = _OPTIMIZERS[training.optimizer]
     accumulator, states = _optimizer_dtypes(training)
     options: Dict[str, Any] = {f"{state}_accum_type": dtype for state, dtype in states.items()}
     given = {option: getattr(training, key) for key, option in chosen.settings.items()}
     options.update({option: value for option, value in given.items() if value is not None})
+    scaling = loss_scaling(training, epoch=0)
     if training.combined_accumulator:
-        scaling = training.velocity_scaling or training.loss_scaling
-        options.update(use_combined_accum=True, velocity_scaling=scaling)
+        options.update(use_combined_accum=True, velocity_scaling=training.velocity_scaling or scaling)
     if training.rmsprop_tf:
         options["use_tf_variant"] = True
     if training.max_grad_norm is not None:
         options["max_grad_norm"] = training.max_grad_norm
-    common: Dict[str, Any] = {"lr": training.learning_rate, "loss_scaling": training.loss_scaling}
+    common: Dict[str, Any] = {"lr": training.learning_rate, "loss_scaling": scaling}
     return chosen.create(freezing.trained_groups(groups), accum_type=accumulator, **common, **options)
 
 

@@ -6,7 +6,16 @@ from typing import Dict, Sequence
 
 from raypod.errors import ConfigError
 from raypod.plan import ipu_options
-from raypod.plan.config import IMAGE_CLASSIFICATION, IMAGE_FOLDERS, WITHOUT_FILES, Config, TrainingSection
+from raypod.plan.config import (
+    EFFICIENTNETS,
+    IMAGE_CLASSIFICATION,
+    IMAGE_FOLDERS,
+    TORCHVISION_RESNETS,
+    VISION_TRANSFORMERS,
+    WITHOUT_FILES,
+    Config,
+    TrainingSection,
+)
 from raypod.plan.effect import OF_OPTIMIZERS
 from raypod.plan.learning_rate import check_settings
 from raypod.plan.run_section import RunSection
@@ -23,6 +32,9 @@ def check_compatible(config: Config) -> None:
         sets = " or ".join(IMAGE_FOLDERS)
         raise ConfigError(f"--jpeg-decoder {config.data.jpeg_decoder} has no effect without --dataset {sets}")
     _check_optimizer(config)
+    check_mixing(config)
+    _check_policy(config)
+    _check_model(training)
     if config.run.fleet == "inline":
         for flag, reason in _without_effect_inline(config).items():
             raise ConfigError(f"{flag} has no effect with --fleet inline, {reason}; omit it")
@@ -89,6 +101,51 @@ def _check_optimizer(config: Config) -> None:
             raise ConfigError(f"{flag} has no effect on --optimizer {training.optimizer}; it is for {_or(optimizers)}")
     if training.velocity_scaling is not None and not training.combined_accumulator:
         raise ConfigError("--velocity-scaling has no effect without --combined-accumulator")
+
+
+def check_mixing(config: Config) -> None:
+    """Raise ConfigError for settings of mixup and cutmix that contradict each other."""
+    data, batch = config.data, config.training.batch_size
+    low, high = data.cutmix_lambda_low, data.cutmix_lambda_high
+    if low > high:
+        raise ConfigError(f"--cutmix-lambda-low {low:g} is greater than --cutmix-lambda-high {high:g}")
+    if data.cutmix_disable_prob and not data.has_cutmix:
+        raise ConfigError("--cutmix-disable-prob has no effect without --cutmix-lambda-low and --cutmix-lambda-high")
+    if not (data.mixup_alpha or data.has_cutmix):
+        return
+    name = "--mixup-alpha" if data.mixup_alpha else "--cutmix-lambda-high"
+    if not data.augment:
+        raise ConfigError(f"{name} has no effect with --no-augment; omit one of them")
+    least = 3 if data.mixup_alpha and data.has_cutmix else 2
+    if batch < least:
+        what = "mixup with cutmix" if least == 3 else name[2:].partition("-")[0]
+        raise ConfigError(
+            f"--batch-size {batch}: {what} combines the images of a micro-batch, and needs at least {least}"
+        )
+
+
+def _check_policy(config: Config) -> None:
+    """Raise ConfigError for changes of images that are not those of a folder, or are not augmented."""
+    data = config.data
+    for flag, value in (("--policy", data.policy), ("--random-erasing", data.random_erasing)):
+        if value and config.decoder is None:
+            raise ConfigError(f"{flag} {value} has no effect without --dataset {' or '.join(IMAGE_FOLDERS)}")
+        if value and not data.augment:
+            raise ConfigError(f"{flag} {value} has no effect with --no-augment; omit one of them")
+
+
+def _check_model(training: TrainingSection) -> None:
+    """Raise ConfigError for settings of another network or norm than the chosen one."""
+    if training.norm != "group" and (training.norm_num_groups or training.norm_eps):
+        raise ConfigError("--norm-num-groups and --norm-eps have no effect without --norm group")
+    if training.zero_init_residual and training.model not in TORCHVISION_RESNETS:
+        raise ConfigError(f"--zero-init-residual has no effect on --model {training.model}: omit it")
+    has_layers = training.vit_dropout or training.vit_attention_dropout or training.vit_representation_size
+    if has_layers and training.model not in VISION_TRANSFORMERS:
+        raise ConfigError(f"--vit-... has no effect on --model {training.model}; use {_or(VISION_TRANSFORMERS)}")
+    is_changed = training.efficientnet_expand_ratio != 6 or training.efficientnet_group_dim != 1
+    if is_changed and training.model not in EFFICIENTNETS:
+        raise ConfigError(f"--efficientnet-... has no effect on --model {training.model}; use {_or(EFFICIENTNETS)}")
 
 
 def _or(words: Sequence[str]) -> str:

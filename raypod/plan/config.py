@@ -25,6 +25,9 @@ MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")
+EFFICIENTNETS = ("efficientnet_b0", "efficientnet_b4")
+MOBILE_NETWORKS = (*EFFICIENTNETS, "mobilenet_v3_small", "mobilenet_v3_large")
+TIMM = "timm:"  # begins the name of a model of the package timm
 IMAGE_FOLDERS = ("imagefolder", "imagenet")  # data sets
 WITHOUT_FILES = ("digits", "synthetic")  # data sets that read no folder
 MAX_IMAGE_PIXELS = 89_478_485  # of an image file, as Pillow's own limit: 268 MB as RGB
@@ -73,6 +76,27 @@ class DataSection(Section):
     augment: bool = Field(True, description="randomly crop and flip training images, as is usual for the data set")
     crop_padding: Optional[int] = Field(None, ge=0, description="maximum shift of an augmented image in pixels")
     flip: Optional[bool] = Field(None, description="flip augmented images horizontally with probability 0.5")
+    policy: Optional[Literal["rand-augment", "auto-augment"]] = Field(
+        None, description="torchvision's policy that further changes training images of imagefolder and imagenet"
+    )
+    rand_augment_ops: int = Field(2, ge=1, description="rand-augment: operations per image")
+    rand_augment_magnitude: int = Field(9, ge=0, le=30, description="rand-augment: strength of the operations")
+    random_erasing: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="probability that a rectangle of a training image becomes the mean color; imagefolder and imagenet",
+    )
+    mixup_alpha: float = Field(
+        0.0, ge=0, le=1, description="mix each training image with another one by Beta(alpha, alpha); 0: no mixup"
+    )
+    cutmix_lambda_low: float = Field(
+        0.0, ge=0, le=1, description="smallest share of a training image into which cutmix pastes another one"
+    )
+    cutmix_lambda_high: float = Field(
+        0.0, ge=0, le=1, description="largest share; cutmix is off if both are 0, or both are 1"
+    )
+    cutmix_disable_prob: float = Field(0.0, ge=0, le=1, description="probability that cutmix leaves an image as it is")
     image_size: Optional[int] = Field(
         None,
         ge=1,
@@ -98,6 +122,11 @@ class DataSection(Section):
     eight_bit_io: bool = Field(False, description="transfer images as uint8 and normalize them on the device")
 
     @property
+    def has_cutmix(self) -> bool:
+        """Whether training images get rectangles of others."""
+        return self.cutmix_lambda_high > 0 and self.cutmix_lambda_low < 1
+
+    @property
     def first_sample(self) -> int:
         """The first training sample that is not left out."""
         left_out = self.left_out("train")
@@ -114,13 +143,34 @@ class TrainingSection(Section):
 
     model: str = Field(
         "resnet8",
-        description="resnet8/14/20, resnet18/34/50/101/152, vit_tiny/small/b_16, tiny, or module:function, as in "
-        "nets:make with def make(channels, classes): return Net(channels, classes)",
+        description="resnet8/14/20, resnet18/34/50/101/152, vit_tiny/small/b_16, efficientnet_b0/b4, "
+        "mobilenet_v3_small/large, tiny, timm:NAME, or module:function, as in nets:make with def make(channels, "
+        "classes): return Net(channels, classes)",
     )
     stem: Literal["auto", "cifar", "imagenet"] = Field(
         "auto", description="first layers of ResNets; auto: by the image size"
     )
     norm: Literal["batch", "group", "frozen"] = Field("batch", description="layer used in place of every BatchNorm2d")
+    norm_num_groups: Optional[int] = Field(None, ge=1, description="groups of group norms (default: 32)")
+    norm_eps: Optional[float] = Field(
+        None, gt=0, allow_inf_nan=False, description="term of the denominator of group norms (default: 1e-5)"
+    )
+    zero_init_residual: bool = Field(
+        False, description="ResNets from resnet18 on: the last norm of a residual branch starts with weight 0"
+    )
+    efficientnet_expand_ratio: int = Field(
+        6, ge=1, description="factor by which the blocks of EfficientNets expand their channels"
+    )
+    efficientnet_group_dim: int = Field(
+        1, ge=1, description="channels per group of the depthwise convolutions of EfficientNets, as 16 for IPUs"
+    )
+    vit_dropout: float = Field(0.0, ge=0, lt=1, description="vision transformers: dropout of embeddings and layers")
+    vit_attention_dropout: float = Field(
+        0.0, ge=0, lt=1, description="vision transformers: dropout of the attention's probabilities"
+    )
+    vit_representation_size: Optional[int] = Field(
+        None, ge=1, description="vision transformers: width of a layer before the classifier (default: no such layer)"
+    )
     pipeline_splits: Names = Field(None, description="modules at which the next IPU begins, as in layer2.0,layer3.8")
     pipeline_balance: Optional[Literal["parameters", "time"]] = Field(
         None, description="split a model automatically, balanced by parameters or by measured time"
@@ -153,7 +203,17 @@ class TrainingSection(Section):
     lr_power: float = Field(1.0, gt=0, le=100, description="polynomial schedule: exponent of the remaining fraction")
     lr_steps: Epochs = Field(None, description="step schedule: epochs after which the rate drops, as in 30,60,80")
     lr_gamma: float = Field(
-        0.1, gt=0, allow_inf_nan=False, description="step schedule: factor of a drop; exponential: of an epoch"
+        0.1,
+        gt=0,
+        allow_inf_nan=False,
+        description="step schedule: factor of a drop; exponential: of an epoch, or of a step of --lr-frequency",
+    )
+    lr_frequency: Optional[float] = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="steps of the schedule per epoch, between which the rate is constant, as in 16 or 0.424 (default: "
+        "one per update)",
     )
     warmup_updates: int = Field(20, ge=0, description="updates of linear warm-up (0 for module:function)")
     init_weights: Optional[str] = Field(
@@ -216,6 +276,12 @@ class TrainingSection(Section):
     loss_scaling: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="factor of the loss, divided out before the update"
     )
+    initial_loss_scaling: Optional[float] = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="loss scaling of the first epochs, which doubles at equal intervals until --loss-scaling",
+    )
     reduction: Literal["sum", "mean"] = Field(
         "mean", description="how gradients are combined over micro-batches and replicas"
     )
@@ -238,6 +304,11 @@ class TrainingSection(Section):
     seed: int = Field(42, ge=0, lt=2**31, description="seed of weights, sample order, augmentation and dropout")
 
     @property
+    def has_own_model(self) -> bool:
+        """Whether the model is a function of the user."""
+        return ":" in self.model and not self.model.startswith(TIMM)
+
+    @property
     def ema_interval(self) -> int:
         """The updates between two additions to the average, a number of whole calls; 0 without `ema`."""
         if self.ema is None:
@@ -248,9 +319,11 @@ class TrainingSection(Section):
     @pydantic.field_validator("model")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        known = ("tiny", *SMALL_RESNETS, *TORCHVISION_RESNETS, *VISION_TRANSFORMERS)
+        known = ("tiny", *SMALL_RESNETS, *TORCHVISION_RESNETS, *VISION_TRANSFORMERS, *MOBILE_NETWORKS)
         if value not in known and ":" not in value:
-            raise ValueError(f"known are {', '.join(known)}, or module:function for a custom model")
+            raise ValueError(f"known are {', '.join(known)}, timm:NAME, or module:function for a custom model")
+        if value.startswith(TIMM) and ":" in value[len(TIMM) :]:
+            raise ValueError("write timm: and the name of a model of timm, as in timm:convnext_tiny")
         return value
 
     @pydantic.field_validator("lr_schedule")

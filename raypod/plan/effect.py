@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import Any, Dict, Mapping, Tuple
 
-from raypod.plan.config import IMAGE_CLASSIFICATION, IMAGE_FOLDERS
+from raypod.plan.config import (
+    EFFICIENTNETS,
+    IMAGE_CLASSIFICATION,
+    IMAGE_FOLDERS,
+    TORCHVISION_RESNETS,
+    VISION_TRANSFORMERS,
+)
 
 # The keys that only the task image-classification has.
 IMAGE_KEYS = (
     *("data.dataset", "data.data_dir", "data.download", "data.cache_dir", "data.samples", "data.image", "data.classes"),
     *("data.augment", "data.crop_padding", "data.flip", "data.image_size", "data.eight_bit_io"),
+    *("data.policy", "data.rand_augment_ops", "data.rand_augment_magnitude", "data.random_erasing"),
+    *("data.mixup_alpha", "data.cutmix_lambda_low", "data.cutmix_lambda_high", "data.cutmix_disable_prob"),
     *("data.max_image_pixels", "training.model", "training.stem", "training.norm", "training.label_smoothing"),
+    *("training.norm_num_groups", "training.norm_eps", "training.zero_init_residual"),
+    *("training.efficientnet_expand_ratio", "training.efficientnet_group_dim"),
+    *("training.vit_dropout", "training.vit_attention_dropout", "training.vit_representation_size"),
 )
 # The optimizers that have each key of the section `training`.
 OF_OPTIMIZERS: Dict[str, Tuple[str, ...]] = {
@@ -31,11 +42,24 @@ _NEEDS: Dict[str, Tuple[str, Tuple[Any, ...]]] = {
     "data.classes": ("data.dataset", ("synthetic",)),
     "data.download": ("data.dataset", ("cifar10", "cifar100")),
     "data.jpeg_decoder": ("data.dataset", IMAGE_FOLDERS),
+    "data.policy": ("data.dataset", IMAGE_FOLDERS),
+    "data.rand_augment_ops": ("data.policy", ("rand-augment",)),
+    "data.rand_augment_magnitude": ("data.policy", ("rand-augment",)),
+    "data.random_erasing": ("data.dataset", IMAGE_FOLDERS),
     "data.crop_padding": ("data.augment", (True,)),
     "data.flip": ("data.augment", (True,)),
+    "training.norm_num_groups": ("training.norm", ("group",)),
+    "training.norm_eps": ("training.norm", ("group",)),
+    "training.zero_init_residual": ("training.model", TORCHVISION_RESNETS),
+    "training.efficientnet_expand_ratio": ("training.model", EFFICIENTNETS),
+    "training.efficientnet_group_dim": ("training.model", EFFICIENTNETS),
+    "training.vit_dropout": ("training.model", VISION_TRANSFORMERS),
+    "training.vit_attention_dropout": ("training.model", VISION_TRANSFORMERS),
+    "training.vit_representation_size": ("training.model", VISION_TRANSFORMERS),
     "training.lr_floor": ("training.lr_schedule", ("linear", "cosine", "polynomial")),
     "training.lr_power": ("training.lr_schedule", ("polynomial",)),
     "training.lr_steps": ("training.lr_schedule", ("step",)),
+    "training.lr_frequency": ("training.lr_schedule", ("step", "exponential", "linear", "cosine", "polynomial")),
     "training.lr_gamma": ("training.lr_schedule", ("step", "exponential")),
     **{f"training.{key}": ("training.optimizer", optimizers) for key, optimizers in OF_OPTIMIZERS.items()},
 }

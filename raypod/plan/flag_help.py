@@ -30,6 +30,14 @@ _GROUP_OF_KEY = {
     key: group
     for group, keys in {
         "model": (
+            *(
+                "norm_num_groups",
+                "norm_eps",
+                "zero_init_residual",
+                "efficientnet_expand_ratio",
+                "efficientnet_group_dim",
+            ),
+            *("vit_dropout", "vit_attention_dropout", "vit_representation_size"),
             *("model", "stem", "norm", "pipeline_splits", "pipeline_balance", "execution", "precision", "init_weights"),
             *("memory_format", "init_ignore", "freeze", "ema", "ema_every"),
         ),

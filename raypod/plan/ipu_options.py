@@ -189,6 +189,8 @@ def check(config: Config) -> None:
         raise ConfigError(
             "--automatic-loss-scaling needs gradients in half, by which the device scales; add --precision 16.16"
         )
+    if config.ipu.automatic_loss_scaling and config.training.initial_loss_scaling is not None:
+        raise ConfigError("--initial-loss-scaling contradicts --automatic-loss-scaling; omit one of them")
     _check_memory(config)
     _check_execution(config)
 

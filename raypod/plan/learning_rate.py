@@ -1,4 +1,7 @@
-"""The learning rate of every update: warm-up, then the schedule of the config or a user's function. Needs no torch."""
+"""The learning rate of every update, and the loss scaling of every epoch. Needs no torch.
+
+The rate is a warm-up, then the schedule of the config or a user's function.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from raypod.plan.config import Config, TrainingSection
 _KEY = "training.lr_schedule"
 _CHECKED_UPDATES = 10_000  # at most so many values of a user's function are checked before the run
 # The fraction of the way from the peak rate to the floor that is left after a fraction of the updates after warm-up.
-_DECAYS: Dict[str, Callable[[TrainingSection, int, int], float]] = {
+_DECAYS: Dict[str, Callable[[TrainingSection, float, int], float]] = {
     "cosine": lambda training, done, span: 0.5 * (1 + math.cos(math.pi * done / span)),
     "linear": lambda training, done, span: 1 - done / span,
     "polynomial": lambda training, done, span: (1 - done / span) ** training.lr_power,
@@ -49,15 +52,49 @@ def learning_rate(config: Config, update: int, total_updates: int, updates_per_e
         return training.learning_rate * (update + 1) / (training.warmup_updates + 1)
     if training.lr_schedule == "constant":
         return training.learning_rate
+    reached = max(_last_step(training, update, updates_per_epoch), training.warmup_updates)
     if training.lr_schedule == "step":
-        steps_done = sum(update >= epoch * updates_per_epoch for epoch in training.lr_steps or ())
+        steps_done = sum(reached >= epoch * updates_per_epoch for epoch in training.lr_steps or ())
         return training.learning_rate * training.lr_gamma**steps_done
+    done = reached - training.warmup_updates
     if training.lr_schedule == "exponential":
-        epochs = (update - training.warmup_updates) / updates_per_epoch
-        return float(training.learning_rate * training.lr_gamma**epochs)
-    span = max(1, total_updates - training.warmup_updates)
-    left = _DECAYS[training.lr_schedule](training, update - training.warmup_updates, span)
+        steps = done / updates_per_epoch * (training.lr_frequency or 1)
+        return float(training.learning_rate * training.lr_gamma**steps)
+    left = _DECAYS[training.lr_schedule](training, done, max(1, total_updates - training.warmup_updates))
     return training.learning_rate * (training.lr_floor + (1 - training.lr_floor) * left)
+
+
+def _last_step(training: TrainingSection, update: int, updates_per_epoch: int) -> float:
+    """Return where, in updates since the beginning of the run, the schedule made its last step before an update."""
+    if training.lr_frequency is None:
+        return update
+    return math.floor(update * training.lr_frequency / updates_per_epoch) * updates_per_epoch / training.lr_frequency
+
+
+def loss_scaling(training: TrainingSection, epoch: int) -> float:
+    """Return the loss scaling of an epoch (0-based): as Graphcore's CNN application, from the initial to the final one.
+
+    It doubles at the beginning of an epoch; the intervals are equal, and the last one has the remaining epochs.
+    """
+    if training.initial_loss_scaling is None:
+        return training.loss_scaling
+    doublings = _doublings(training, training.initial_loss_scaling)
+    return float(training.initial_loss_scaling * 2 ** min(epoch // (training.epochs // (doublings + 1)), doublings))
+
+
+def _doublings(training: TrainingSection, initial: float) -> int:
+    """Return how often the loss scaling doubles. ConfigError if that does not end at the final one in so few epochs."""
+    doublings = round(math.log2(training.loss_scaling / initial))
+    if doublings < 0 or initial * 2**doublings != training.loss_scaling:
+        raise ConfigError(
+            f"--initial-loss-scaling {initial:g} must reach --loss-scaling {training.loss_scaling:g} by doubling"
+        )
+    if training.epochs <= doublings:
+        raise ConfigError(
+            f"--initial-loss-scaling {initial:g} needs {doublings + 1} epochs to reach --loss-scaling "
+            f"{training.loss_scaling:g}, and there are {training.epochs}"
+        )
+    return doublings
 
 
 def check_function(config: Config, total_updates: int, updates_per_epoch: int) -> None:
@@ -69,8 +106,12 @@ def check_function(config: Config, total_updates: int, updates_per_epoch: int) -
 
 
 def check_settings(training: TrainingSection) -> None:
-    """Raise ConfigError for settings of a schedule that is not chosen."""
+    """Raise ConfigError for settings of a schedule that is not chosen, and for a loss scaling that is not reached."""
     schedule = training.lr_schedule
+    if training.initial_loss_scaling is not None:
+        _doublings(training, training.initial_loss_scaling)
+    if training.lr_frequency is not None and (schedule == "constant" or ":" in schedule):
+        raise ConfigError(f"--lr-frequency has no effect on --lr-schedule {schedule}; omit it")
     if (schedule == "step") != (training.lr_steps is not None):
         raise ConfigError("--lr-schedule step and --lr-steps 30,60,80 (epochs) must be given together")
     if training.lr_floor and schedule not in _DECAYS:

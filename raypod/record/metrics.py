@@ -11,7 +11,7 @@ import math
 from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from raypod.events import CallDone, CallReport, CallTimes, EpochDone, UpdateDone
-from raypod.plan.learning_rate import learning_rate
+from raypod.plan.learning_rate import learning_rate, loss_scaling
 from raypod.plan.metric import EpochSums, ExactSum, add_sums, values_of
 from raypod.plan.plan import Plan
 from raypod.record.throughput import RecentThroughput
@@ -170,7 +170,7 @@ class MetricsAggregator:
                     missing_reports=missing,
                     part_rates=self._plan.task.part_rates(rate),
                     learning_rate=of_schedule,
-                    loss_scaling=training.loss_scaling,
+                    loss_scaling=loss_scaling(training, first_update // self._plan.updates_per_epoch),
                     norms=norms[index] if norms else {},
                 )
             )

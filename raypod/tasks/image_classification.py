@@ -13,6 +13,7 @@ from raypod import datasets
 from raypod.datasets.arrays import Splits
 from raypod.datasets.image_reader import ImageReader, image_files
 from raypod.datasets.images import ImageSource, input_shape
+from raypod.datasets.mixing import Mixed, Mixing, weighted_labels
 from raypod.datasets.source import Batch, Source
 from raypod.datasets.transforms import activation_dtype, device_input
 from raypod.model.networks import build_model
@@ -31,7 +32,7 @@ class ImageClassification(Task):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.user_code = config.training.model if ":" in config.training.model else None
+        self.user_code = config.training.model if config.training.has_own_model else None
         self._splits: Optional[Splits] = None
 
     def load(self) -> Source:
@@ -50,7 +51,9 @@ class ImageClassification(Task):
         assert self._splits is not None, "call load first"
         height, width = first_batch[0].shape[2:]
         dtype = activation_dtype(self.config.training.precision)
-        return device_input(dtype, self._splits.mean, self._splits.std, (height, width), self.config.data.image_size)
+        data = self.config.data
+        module = device_input(dtype, self._splits.mean, self._splits.std, (height, width), data.image_size)
+        return Mixing(data, module) if data.mixup_alpha or data.has_cutmix else module
 
     def example(self, samples: int) -> Batch:
         """See `Task.example`."""
@@ -59,17 +62,31 @@ class ImageClassification(Task):
         return images, torch.zeros(samples, dtype=torch.int64)
 
     def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
-        """Return the mean cross-entropy, with the label smoothing of the config, and the accuracy."""
-        images, labels = batch
-        smoothing, logits = self.config.training.label_smoothing, network(images).float()
-        loss = functional.cross_entropy(logits, labels)
+        """Return the mean cross-entropy, with the label smoothing of the config, and the accuracy.
+
+        The labels of mixed images are weighted; the accuracy is that of the labels of the batch.
+        """
+        images, labels, *words = batch
+        smoothing = self.config.training.label_smoothing
+        logits = network(Mixed((images, *words)) if words else images).float()
+        loss = self._mixed_loss(logits, labels, words[0]) if words else functional.cross_entropy(logits, labels)
         if smoothing:
             of_all_classes = -functional.log_softmax(logits, dim=1).mean()
+            loss = (1 - smoothing) * loss + smoothing * of_all_classes
+        if smoothing or words:
             import poptorch  # planning builds the network without the SDK
 
             # PopTorch's backward pass starts at a marked tensor; a torch loss as the last operator needs no mark.
-            loss = poptorch.identity_loss((1 - smoothing) * loss + smoothing * of_all_classes, reduction="mean")
+            loss = poptorch.identity_loss(loss, reduction="mean")
         return loss, {"accuracy": ((logits.argmax(dim=1) == labels).sum(), len(labels))}
+
+    def _mixed_loss(self, logits: torch.Tensor, labels: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        log_probabilities = functional.log_softmax(logits, dim=1)
+        losses = [
+            functional.nll_loss(log_probabilities, each, reduction="none") * share
+            for each, share in weighted_labels(self.config.data, labels, words)
+        ]
+        return torch.stack(losses).sum(dim=0).mean()
 
     def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[Ratios, Predicted]:
         """Return cross-entropy and accuracy, and the most probable classes."""

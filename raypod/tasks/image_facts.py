@@ -6,7 +6,7 @@ from raypod import datasets
 from raypod.errors import ConfigError
 from raypod.host import sdk, torchvision_import
 from raypod.plan import user_code
-from raypod.plan.config import VISION_TRANSFORMERS, Config
+from raypod.plan.config import TIMM, VISION_TRANSFORMERS, Config
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import TaskFacts
 
@@ -41,7 +41,11 @@ def _check_model(config: Config) -> None:
     name, norm = config.training.model, config.training.norm
     if norm != "batch" and name in ("tiny", *VISION_TRANSFORMERS):
         raise ConfigError(f"--norm {norm} replaces BatchNorm, and {name} has none: omit it")
-    if ":" in name:
+    if name.startswith(TIMM):
+        from raypod.model.mobile_networks import check_timm  # imports torch
+
+        check_timm(name)
+    elif config.training.has_own_model:
         torchvision_import.install()  # the user's module may import torchvision
         with sdk.importable(config.run.device):
             user_code.check(name, "training.model", ("channels", "classes"))

@@ -411,6 +411,8 @@ def test_a_setting_that_differs_takes_effect(make: Make, tmp_path: Path) -> None
         {"learning_rate": 0.2},
         {"warmup_updates": 9},
         {"lr_schedule": "step", "lr_steps": [1], "lr_gamma": 0.5},
+        {"lr_schedule": "exponential"},
+        {"lr_schedule": "exponential", "lr_frequency": 2},
         {"label_smoothing": 0.1},
         {"momentum": 0.5},
         {"weight_decay": 0.05},

@@ -18,8 +18,11 @@ from raypod.datasets.feed import Feed
 from raypod.datasets.image_files import SUFFIXES
 from raypod.datasets.image_reader import image_files
 from raypod.datasets.images import ImageSource
+from raypod.datasets.loading import SeededSamples
 from raypod.errors import ConfigError
+from raypod.plan.compatibility import check_compatible
 from raypod.plan.plan import DatasetSize
+from raypod.plan.resolve import from_values
 from raypod.plan.tables import render, render_brief
 from tests.support import image_folders
 from tests.support.image_folders import config
@@ -64,7 +67,10 @@ def test_files_in_nested_folders_are_found(folder: Path) -> None:
     assert len(datasets.load(config(folder)).train) == 13
 
 
-@pytest.mark.parametrize("data", [{}, {"eight_bit_io": True}])
+CHANGES = [{"policy": "rand-augment", "random_erasing": 0.5}, {"policy": "auto-augment"}]
+
+
+@pytest.mark.parametrize("data", [{}, {"eight_bit_io": True}, *CHANGES])
 def test_training_crops_are_a_function_of_seed_epoch_and_sample(folder: Path, make: Any, data: Any) -> None:
     def fed(leg: int, instances: int) -> torch.Tensor:
         own = config(folder, image_size=16, **data).data.model_dump()
@@ -79,6 +85,41 @@ def test_training_crops_are_a_function_of_seed_epoch_and_sample(folder: Path, ma
 
     assert torch.equal(fed(1, 1), fed(1, 2))
     assert not torch.equal(fed(0, 1), fed(1, 1))
+
+
+def test_policies_and_erasing_change_the_same_crops(folder: Path) -> None:
+    def training_images(**given: Any) -> torch.Tensor:
+        samples = SeededSamples(datasets.load(config(folder, image_size=16, **given)).train, seed=1)
+        return torch.stack([samples[0, index][1][0] for index in range(12)])
+
+    ordinary = training_images()
+    for given in (
+        {"policy": "auto-augment"},
+        {"policy": "rand-augment"},
+        {"policy": "rand-augment", "rand_augment_ops": 4},
+        {"policy": "rand-augment", "rand_augment_magnitude": 30},
+    ):
+        assert (training_images(**given) != ordinary).any()
+    erased, mean = training_images(random_erasing=1.0), torch.tensor([124, 116, 104], dtype=torch.uint8)
+    is_erased = (erased == mean[:, None, None]).all(dim=1)
+    assert is_erased.flatten(1).any(dim=1).all()
+    assert torch.equal(erased.permute(0, 2, 3, 1)[~is_erased], ordinary.permute(0, 2, 3, 1)[~is_erased])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"dataset": "digits", "policy": "auto-augment"},
+            "--policy auto-augment has no effect without --dataset image",
+        ),
+        ({"dataset": "digits", "random_erasing": 0.5}, "--random-erasing 0.5 has no effect without --dataset imagef"),
+        ({"dataset": "imagenet", "random_erasing": 0.5, "augment": False}, "no effect with --no-augment"),
+    ],
+)
+def test_changes_of_other_images_are_a_mistake(given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_compatible(from_values({"data": given}))
 
 
 def test_without_augmentation_training_images_are_the_centre_too(folder: Path) -> None:

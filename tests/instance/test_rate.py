@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List
+from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 from torch import nn
@@ -50,3 +50,24 @@ def test_a_constant_rate_is_set_once_for_the_whole_run(make: Callable[..., Plan]
         scheduled.set(device, optimizer, update)
     assert device.rates == []
     assert optimizer.param_groups[0]["lr"] == 0.03
+
+
+@pytest.mark.parametrize("velocity", [None, 7.0])
+def test_the_loss_scaling_and_that_of_a_combined_velocity_change_together(
+    make: Callable[..., Plan], velocity: Optional[float]
+) -> None:
+    training: Dict[str, Any] = {"lr_schedule": "constant", "warmup_updates": 0, "epochs": 2}
+    training.update(initial_loss_scaling=16.0, loss_scaling=32.0, combined_accumulator=True, velocity_scaling=velocity)
+    plan = make(training=training)
+    groups: List[Any] = [{"params": nn.Linear(2, 2).parameters()}]
+    optimizer, device, scheduled = optimizers.build_optimizer(plan.config, groups), Device(), ScheduledRate(plan)
+
+    def scalings(update: int) -> List[float]:
+        scheduled.set(device, optimizer, update)
+        return [optimizer.loss_scaling, optimizer.param_groups[0]["velocity_scaling"]]
+
+    begin, end = plan.updates_per_epoch - 1, plan.updates_per_epoch
+    assert [scalings(0), scalings(begin)] == [[16.0, velocity or 16.0]] * 2
+    assert len(device.rates) == 0
+    assert [scalings(end), scalings(end + 1)] == [[32.0, velocity or 32.0]] * 2
+    assert len(device.rates) == 1

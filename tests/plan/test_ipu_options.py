@@ -71,6 +71,11 @@ def test_options_by_their_own_names_are_pairs_and_flags_can_be_repeated() -> Non
     ("ipu", "training", "words"),
     [
         ({"automatic_loss_scaling": True}, {}, "--automatic-loss-scaling needs gradients in half"),
+        (
+            {"automatic_loss_scaling": True},
+            {"precision": "16.16", "initial_loss_scaling": 1},
+            "--initial-loss-scaling contradicts",
+        ),
         ({"available_memory_proportion": "0.2,0.3"}, {}, "2 values, and a replica has 1 IPU: give"),
         ({"recomputation": "pipeline"}, {}, "--recomputation pipeline has no effect without a pipeline"),
         ({"recomputation_checkpoints": "a"}, {}, "with --recomputation none; add --recomputation all"),

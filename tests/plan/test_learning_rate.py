@@ -14,7 +14,7 @@ from raypod.checkpoint.resume import LENGTH, settings_of
 from raypod.cli import FlagParser
 from raypod.errors import ConfigError
 from raypod.plan import flags, resolve, user_code
-from raypod.plan.learning_rate import RunFacts, check_function, learning_rate
+from raypod.plan.learning_rate import RunFacts, check_function, learning_rate, loss_scaling
 from raypod.plan.resolve import from_values
 
 UPDATES = 40
@@ -55,12 +55,35 @@ def rate(update: int, **training: object) -> float:
         ({"lr_schedule": "constant"}, {0: 0.25, 2: 0.75, 3: 1.0, 39: 1.0}),
         ({"lr_schedule": "cosine"}, {0: 0.25, 3: 1.0, 39: 0.5 * (1 + -0.9963974885425265)}),
         ({"lr_schedule": "step", "lr_steps": [2, 3], "lr_gamma": 0.5}, {3: 1.0, 19: 1.0, 20: 0.5, 29: 0.5, 30: 0.25}),
+        (
+            {"lr_schedule": "exponential", "lr_gamma": 0.9, "lr_frequency": 2},
+            {0: 0.25, 4: 1.0, 5: 0.9**0.4, 9: 0.9**0.4},
+        ),
+        ({"lr_schedule": "exponential", "lr_gamma": 0.9, "lr_frequency": 0.5}, {19: 1.0, 20: 0.9**0.85, 39: 0.9**0.85}),
+        ({"lr_schedule": "step", "lr_steps": [2], "lr_gamma": 0.5, "lr_frequency": 0.3}, {33: 1.0, 34: 0.5}),
         ({"lr_schedule": f"{__name__}:half"}, {0: 0.125, 3: 0.5, 19: 0.5, 20: 0.25}),
         ({"lr_schedule": f"{__name__}:by_epoch"}, {3: 1.0, 9: 1.0, 10: 0.5, 39: 0.25}),
     ],
 )
 def test_learning_rates(schedule: Dict[str, object], expected: Dict[int, float]) -> None:
     assert {update: rate(update, warmup_updates=3, **schedule) for update in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("frequency", "period"), [(1, 10), (2.5, 4), (10, 1), (40, 1)])
+def test_the_rate_changes_at_the_steps_of_the_schedule(frequency: float, period: int) -> None:
+    every_update = [rate(update, warmup_updates=0) for update in range(UPDATES)]
+    found = [rate(update, warmup_updates=0, lr_frequency=frequency) for update in range(UPDATES)]
+    assert found == [every_update[update // period * period] for update in range(UPDATES)]
+
+
+def test_the_loss_scaling_doubles_at_equal_intervals() -> None:
+    def scalings(**training: float) -> List[float]:
+        config = from_values({"training": {"loss_scaling": 128, **training}})
+        return [loss_scaling(config.training, epoch) for epoch in range(config.training.epochs)]
+
+    assert scalings(epochs=100, initial_loss_scaling=16) == [16] * 25 + [32] * 25 + [64] * 25 + [128] * 25
+    assert scalings(epochs=9, initial_loss_scaling=16) == [16] * 2 + [32] * 2 + [64] * 2 + [128] * 3
+    assert scalings(epochs=3, initial_loss_scaling=128) == scalings(epochs=3) == [128] * 3
 
 
 @pytest.mark.parametrize(
@@ -103,6 +126,13 @@ def test_a_custom_schedule_has_no_warmup_by_default() -> None:
         ("--lr-floor 1.5", "must be at most 1"),
         ("--lr-floor 0.1 --lr-schedule constant", "--lr-floor has no effect on --lr-schedule constant"),
         ("--lr-power 2", "--lr-power has no effect on --lr-schedule cosine"),
+        ("--lr-frequency 2 --lr-schedule constant", "--lr-frequency has no effect on --lr-schedule constant"),
+        (
+            "--initial-loss-scaling 3 --loss-scaling 8",
+            "--initial-loss-scaling 3 must reach --loss-scaling 8 by doubling",
+        ),
+        ("--initial-loss-scaling 8", "--initial-loss-scaling 8 must reach --loss-scaling 1 by doubling"),
+        ("--initial-loss-scaling 1 --loss-scaling 8 --epochs 3", "needs 4 epochs .* and there are 3"),
         ("--lr-power 0 --lr-schedule polynomial", "greater than 0"),
     ],
 )
