@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
@@ -21,7 +20,7 @@ from raypod.plan.cluster import LOCAL, read_cluster
 from raypod.plan.compatibility import check_copies
 from raypod.plan.config import Config
 from raypod.plan.environment import strict_environment
-from raypod.plan.plan import Plan, make_plan
+from raypod.plan.plan import Plan, make_plan, with_splits
 from raypod.plan.profile_window import window_of
 from raypod.plan.urls import check_words, is_url
 from raypod.record import run_folder
@@ -123,7 +122,7 @@ def plan_from(
 
         with sdk.importable(config.run.device):
             splits = find_splits(config, task_of_plan(plan))
-        plan = dataclasses.replace(plan, pipeline_splits=splits or ())
+        plan = with_splits(plan, splits or ())
     return plan
 
 

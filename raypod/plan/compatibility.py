@@ -22,6 +22,7 @@ def check_compatible(config: Config) -> None:
         sets = " or ".join(IMAGE_FOLDERS)
         raise ConfigError(f"--jpeg-decoder {config.data.jpeg_decoder} has no effect without --dataset {sets}")
     _check_optimizer(config)
+    _check_layers(config)
     if config.pod.bind_cores and config.run.fleet == "inline":
         raise ConfigError(
             "--bind-cores has no effect with --fleet inline, whose instance runs in this process; omit it"
@@ -50,6 +51,20 @@ def check_average(training: TrainingSection, every: int) -> None:
             f"--ema-every {every} is no multiple of --device-iterations {training.device_iterations}: the weights can "
             "be read after whole calls"
         )
+
+
+def _check_layers(config: Config) -> None:
+    """Raise ConfigError for numbers of layers that contradict the other settings of the pipeline."""
+    training, ipus = config.training, config.pod.ipus_per_replica
+    counts = training.layers_per_ipu
+    if not counts:
+        return
+    flag = f"--layers-per-ipu {','.join(map(str, counts))}"
+    if training.pipeline_splits or training.pipeline_balance:
+        other = "--pipeline-splits" if training.pipeline_splits else "--pipeline-balance"
+        raise ConfigError(f"{flag} and {other} both choose the stages; omit one")
+    if len(counts) not in (1, ipus) or ipus == 1:
+        raise ConfigError(f"{flag} has {len(counts)} numbers, and --ipus-per-replica is {ipus}: give one for each IPU")
 
 
 def _check_optimizer(config: Config) -> None:
