@@ -8,6 +8,7 @@ from typing import Optional, Sequence
 
 from raypod import planning
 from raypod.cli import show, tell
+from raypod.errors import ConfigError
 from raypod.host import sdk, torchvision_import
 from raypod.host.process import environment_variables
 from raypod.plan.environment import instance_environment
@@ -17,7 +18,12 @@ from raypod.plan.plan import Plan
 def main(argv: Sequence[str]) -> int:
     """Print the plan with the estimate of the memory, and compile training and evaluation of one instance."""
     plan, args = planning.plan_of(argv, "raypod compile", ["--verbose"])
-    found = sdk.sdk_for_programs(plan.config.run.device)[0]
+    found, training = sdk.sdk_for_programs(plan.config.run.device)[0], plan.config.training
+    if found.has_ipus and training.pipeline_balance == "memory" and not training.pipeline_splits:
+        raise ConfigError(
+            "--pipeline-balance memory has used the emulated SDK in this process, which can use no other one then: use "
+            f"--pipeline-splits {','.join(plan.pipeline_splits)}"
+        )
     if found.has_ipus:
         # In a process of its own: it uses the emulated SDK, and a process has one SDK.
         subprocess.run([sys.executable, "-m", "raypod", "plan", "--memory", *argv], check=False)

@@ -70,16 +70,16 @@ def find_splits(config: Config, task: Any) -> Optional[Tuple[str, ...]]:
         # A model of the user may import the SDK, which is available in instances only; a task was imported already.
         if not is_user_model or ":" in config.task.name:
             with user_code.reported(config.model_name):
-                network = _network(task)
+                network = network_of(task)
                 check_splits(network, stages_of(training.pipeline_splits))
                 if has_shared_parameters(network):
-                    inputs = _inputs(task)
+                    inputs = inputs_of(task)
                     check_shared(network, inputs, stages_of(training.pipeline_splits))
         return training.pipeline_splits
     if ipus == 1 or (is_user_model and not is_chosen):
         return None
     with user_code.reported(config.model_name):
-        network, inputs = _network(task), _inputs(task)
+        network, inputs = network_of(task), inputs_of(task)
         if training.layers_per_ipu:
             return splits_of(layer_stages(network, inputs, training.layers_per_ipu, ipus))
         find_units = units_by_time if training.pipeline_balance == "time" else units_by_parameters
@@ -207,33 +207,49 @@ def balanced_splits(units: Sequence[Unit], stages: int) -> Tuple[str, ...]:
     Raises:
         ConfigError: there are fewer units than stages.
     """
-    if len(units) < stages:
-        raise ConfigError(
-            f"--ipus-per-replica {stages}: the model has only {len(units)} modules to distribute over IPUs "
-            f"({', '.join(unit.name for unit in units)})"
-        )
     before = [0.0, *itertools.accumulate(unit.cost for unit in units)]
-    largest, _ = _divide(before, stages, lambda value, cost: max(value, cost))
-    _, cuts = _divide(before, stages, lambda value, cost: value + cost * cost if cost <= largest else math.inf)
-    return tuple(units[cut].name for cut in cuts[1:])
+    names = [unit.name for unit in units]
+    cuts = divide(names, stages, lambda stage, first, end: before[end] - before[first])
+    return tuple(names[cut] for cut in cuts[1:])
+
+
+def divide(names: Sequence[str], stages: int, cost: Callable[[int, int, int], float]) -> Tuple[int, ...]:
+    """Return the indices of the first units of all stages, as `balanced_splits`.
+
+    Args:
+        names: of the units.
+        stages: number of stages.
+        cost: of the units from `first` to `end`, exclusive, in a stage: `cost(stage, first, end)`.
+    """
+    if len(names) < stages:
+        raise ConfigError(
+            f"--ipus-per-replica {stages}: the model has only {len(names)} modules to distribute over IPUs "
+            f"({', '.join(names)})"
+        )
+    largest, _ = _divide(len(names), stages, cost, max)
+    _, cuts = _divide(
+        len(names), stages, cost, lambda value, cost: value + cost * cost if cost <= largest else math.inf
+    )
+    return cuts
 
 
 def _divide(
-    before: Sequence[float], stages: int, add: Callable[[float, float], float]
+    count: int, stages: int, cost: Callable[[int, int, int], float], add: Callable[[float, float], float]
 ) -> Tuple[float, Tuple[int, ...]]:
     """Divide units into stages of at least one unit; return the smallest value and the first units of the stages.
 
     Args:
-        before: the sum of the costs before each unit, and of all.
+        count: number of units.
+        stages: number of stages.
+        cost: as of `divide`.
         add: the value of a division to which a stage of some cost is appended; does not decrease.
     """
-    count = len(before) - 1
     best: Dict[int, Tuple[float, Tuple[int, ...]]] = {0: (0.0, ())}  # of the units before the key
     for stage in range(stages):
         found = {}
         for end in range(stage + 1, count - (stages - stage - 1) + 1):
             divisions = ((cut, value, cuts) for cut, (value, cuts) in best.items() if cut < end)
-            found[end] = min((add(value, before[end] - before[cut]), (*cuts, cut)) for cut, value, cuts in divisions)
+            found[end] = min((add(value, cost(stage, cut, end)), (*cuts, cut)) for cut, value, cuts in divisions)
         best = found
     return best[count]
 
@@ -346,7 +362,8 @@ def _siblings(split: str, names: Sequence[str]) -> List[str]:
     return beside[:8]
 
 
-def _network(task: Any) -> nn.Module:
+def network_of(task: Any) -> nn.Module:
+    """Return the network of a task, in training mode."""
     network: nn.Module = task.network(_example(task))
     return network.train()
 
@@ -355,7 +372,8 @@ def _example(task: Any) -> Any:
     return task.example(min(_SAMPLES, task.config.training.batch_size))
 
 
-def _inputs(task: Any) -> Inputs:
+def inputs_of(task: Any) -> Inputs:
+    """Return the inputs of its network for a small micro-batch; see `network_inputs`."""
     return network_inputs(task, _example(task))
 
 

@@ -54,7 +54,7 @@ def inspect_pipeline(plan: Plan, task: Any) -> Pipeline:
     """
     sdk.select("emulated")
     placement, memory, optimizer_bytes = _placement(plan, task)
-    scale = plan.config.training.batch_size / _samples(plan)
+    scale = micro_batch_factor(plan)
     costs = [
         dataclasses.replace(cost, forward=scale * cost.forward, backward=scale * cost.backward)
         for cost in map(_cost, placement.stages)
@@ -109,9 +109,26 @@ def render_pipeline(pipeline: Pipeline, execution: str) -> str:
 
 def _placement(plan: Plan, task: Any) -> Tuple[Any, Tuple[Any, ...], int]:
     """Return the emulated SDK's placement and estimate of the memory, and `optimizers.optimizer_bytes`."""
+    from poptorch.device.memory_estimate import check_memory
+
+    from raypod.model import optimizers
+
+    model = compiled(plan, task)
+    memory = model.emulatedMemory(micro_batch_factor(plan), plan.geometry.local_replicas)
+    if sdk.is_strict():  # otherwise the table says that the model does not fit
+        check_memory(memory)
+    return model.emulatedPlacement(), memory, optimizers.optimizer_bytes(plan.config.training)
+
+
+def micro_batch_factor(plan: Plan) -> float:
+    """Return the size of the plan's micro-batch, relative to that of `compiled`."""
+    return plan.config.training.batch_size / _samples(plan)
+
+
+def compiled(plan: Plan, task: Any) -> Any:
+    """Return the training model of one replica, compiled for a small micro-batch. ConfigError as `inspect_pipeline`."""
     import poptorch
     import torch
-    from poptorch.device.memory_estimate import check_memory
 
     from raypod.model import optimizers, program, sdk_options
 
@@ -129,10 +146,7 @@ def _placement(plan: Plan, task: Any) -> Tuple[Any, Tuple[Any, ...], int]:
         groups = task.parameter_groups(network, config.training.weight_decay)
         model = poptorch.trainingModel(step, options, optimizers.build_optimizer(config, groups))
         model.compile(*batch)
-        memory = model.emulatedMemory(config.training.batch_size / _samples(plan), plan.geometry.local_replicas)
-        if sdk.is_strict():  # otherwise the table says that the model does not fit
-            check_memory(memory)
-    return model.emulatedPlacement(), memory, optimizers.optimizer_bytes(config.training)
+    return model
 
 
 def _cost(stage: Any) -> StageCost:

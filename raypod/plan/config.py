@@ -123,8 +123,10 @@ class TrainingSection(Section):
         description="modules at which the next IPU begins, as in layer2.0,layer3.8; MODULE=IPU begins a stage on an "
         "IPU, which may be an earlier one",
     )
-    pipeline_balance: Optional[Literal["parameters", "time"]] = Field(
-        None, description="split a model automatically, balanced by parameters or by measured time"
+    pipeline_balance: Optional[Literal["parameters", "time", "memory"]] = Field(
+        None,
+        description="split a model automatically, balanced by parameters, by measured time, or by the estimated memory "
+        "with activations",
     )
     layers_per_ipu: Counts = Field(
         None,

@@ -18,6 +18,7 @@ from raypod.coordinator import coordinator
 from raypod.errors import ConfigError
 from raypod.fleet.inline import InlineFleet
 from raypod.model import pipeline, program
+from raypod.model.memory_balance import splits_by_memory
 from raypod.model.memory_bars import render_memory
 from raypod.model.pipeline import Unit
 from raypod.model.pipeline_table import Pipeline, describe_pipeline, inspect_pipeline, render_pipeline
@@ -91,6 +92,32 @@ def test_residual_blocks_and_transformer_layers_are_the_units() -> None:
     own = f"{__name__}:build"
     assert find_splits(config(own, 2)) is None
     assert find_splits(config(own, 2, pipeline_balance="parameters")) == ("last",)
+
+
+def fullest(plan: Plan) -> int:
+    return max(each.total for each in inspect(plan).memory)
+
+
+@pytest.mark.parametrize("execution", ["pipelined", "sharded"])
+def test_splits_by_memory_need_less_memory_of_the_fullest_ipu(make: Any, execution: str) -> None:
+    training: Dict[str, object] = {"gradient_accumulation": 3, "batch_size": 64, "execution": execution}
+
+    def planned(**more: object) -> Plan:
+        return make(training={**training, **more}, pod={"ipus_per_replica": 2}, ipu={"recomputation": "none"})
+
+    found = splits_by_memory(planned(pipeline_balance="memory"), task_of(planned().config))
+    others = [
+        planned(pipeline_splits=name) for name in ("features.1", "features.3", "features.4", "features.5", "head")
+    ]
+    assert fullest(planned(pipeline_splits=",".join(found))) <= min(map(fullest, others))
+
+
+def test_splits_by_memory_return_to_shared_weights() -> None:
+    own = {"model": f"{__name__}:build_shared", "pipeline_balance": "memory", "gradient_accumulation": 5}
+    sections = {"data": {"dataset": "synthetic", "image": "1x8x8"}, "training": own, "pod": {"ipus_per_replica": 2}}
+    (first, last) = planning.plan_from(sections, "").pipeline_splits
+    assert first.startswith("layers.")
+    assert last == "last=0"
 
 
 class Uneven(nn.Module):
