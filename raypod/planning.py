@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
@@ -22,7 +21,7 @@ from raypod.plan.cluster import LOCAL, read_cluster
 from raypod.plan.compatibility import check_copies
 from raypod.plan.config import Config
 from raypod.plan.environment import strict_environment
-from raypod.plan.plan import Plan, make_plan
+from raypod.plan.plan import Plan, make_plan, with_splits
 from raypod.plan.profile_window import window_of
 from raypod.plan.urls import check_words, is_url
 from raypod.record import run_folder
@@ -119,13 +118,26 @@ def plan_from(
         with sdk.importable(config.run.device):
             learning_rate.check_function(config, plan.total_updates, plan.updates_per_epoch)
     if plan.geometry.ipus_per_replica > 1:
-        # Imports torch, which the plan of a model on one IPU does not need.
-        from raypod.model.pipeline import find_splits
-
-        with sdk.importable(config.run.device):
-            splits = find_splits(config, task_of_plan(plan))
-        plan = dataclasses.replace(plan, pipeline_splits=splits or ())
+        plan = with_splits(plan, _splits(plan) or ())
     return plan
+
+
+def _splits(plan: Plan) -> Optional[Sequence[str]]:
+    """Return the pipeline splits of the plan's model; see `pipeline.find_splits`."""
+    # Imports torch, which the plan of a model on one IPU does not need.
+    from raypod.model.memory_balance import splits_by_memory
+    from raypod.model.pipeline import find_splits
+
+    config = plan.config
+    with sdk.importable(config.run.device):
+        if config.training.pipeline_balance != "memory" or config.training.pipeline_splits:
+            return find_splits(config, task_of_plan(plan))
+    if config.run.fleet == "inline" and sdk.sdk_for_programs(config.run.device)[0].has_ipus:
+        raise ConfigError(
+            "--pipeline-balance memory needs the emulated SDK, and --fleet inline the other one in the same process: "
+            "write the stages that `raypod plan` prints as --pipeline-splits"
+        )
+    return splits_by_memory(plan, task_of_plan(plan))
 
 
 def check_host(plan: Plan) -> None:

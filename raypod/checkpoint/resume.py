@@ -39,6 +39,7 @@ _WITHOUT_EFFECT = {
     "training.evaluation_iterations",
     "training.pipeline_splits",
     "training.pipeline_balance",
+    "training.layers_per_ipu",
     "training.execution",
 }
 MEMORY_FORMAT = "training.memory_format"

@@ -107,7 +107,7 @@ class BackgroundWriter:
         self._kept, self._timeout_s = Retention(run.keep_checkpoints, plan.best_metric), run.save_timeout_s
         self._close_timeout_s = run.stop_timeout_s
         # A checkpoint with NaN weights must not replace the finite one before it.
-        self._require_finite = run.on_nonfinite == "stop"
+        self._require_finite = plan.config.stops_if_not_finite
         self._server: Optional[Server] = None
         self._thread: Optional[threading.Thread] = None
         self._reports: List[SaveReport] = []

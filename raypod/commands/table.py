@@ -29,6 +29,9 @@ GROUPS: Dict[str, Dict[str, Command]] = {
         "train": Command("train a model on this host or on a pod", "raypod.train", "command"),
         "launch": Command("start any program in every instance, as poprun does", "raypod.launch", "main"),
         "lr-range": Command("find a learning rate with a short training", "raypod.commands.lr_range", "lr_range"),
+        "compile": Command(
+            "compile a training without a pod, and estimate its memory", "raypod.commands.compile", "main"
+        ),
         "plan": Command("print what a training would run where, and its memory", "raypod.commands.runs", "plan"),
     },
     "Pod": {

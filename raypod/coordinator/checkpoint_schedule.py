@@ -220,7 +220,7 @@ class CheckpointSchedule:
     def check_finite(self, update: UpdateDone) -> None:
         """Raise LossNotFinite if the loss of an update is NaN or infinite, unless --on-nonfinite is continue."""
         is_finite = math.isfinite(update.loss) or not update.has_results
-        if is_finite or self._plan.config.run.on_nonfinite == "continue":
+        if is_finite or not self._plan.config.stops_if_not_finite:
             return
         hint = "there is no earlier checkpoint: start again with a lower --learning-rate"
         if self.last is not None:

@@ -222,6 +222,13 @@ def _bytes_before(text: str) -> np.ndarray:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
 
 
+def random_text(tokens: int, vocabulary: int, seed: Tuple[int, ...]) -> Text:
+    """Return so many random tokens, each of one byte."""
+    import numpy as np
+
+    return Text(np.random.Generator(np.random.PCG64(seed)).integers(0, vocabulary, tokens, dtype=np.int32))
+
+
 def encode(pieces: Sequence[Piece], tokenizer: Optional[Tokenizer]) -> Text:
     """Return the tokens of the pieces; without a tokenizer their bytes, each piece followed by a byte 0."""
     if tokenizer is not None:

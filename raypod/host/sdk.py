@@ -74,6 +74,18 @@ def select(device: str) -> Sdk:
     return _use_emulated(f"poptorch {version} finds no IPU here")
 
 
+def select_offline() -> Sdk:
+    """Make the installed SDK importable in this process, to compile for IPUs that need not exist.
+
+    Raises:
+        SdkError: it cannot be imported.
+    """
+    _remove_from_path()
+    version, _ = _import_real()
+    sys.path.append(EMULATED_SDK)  # as `select`
+    return Sdk("ipu", f"Poplar SDK (poptorch {version}), without a device")
+
+
 def sdk_for_programs(device: str) -> Tuple[Sdk, Tuple[str, ...]]:
     """Return the SDK that the programs of a launch import, and the entries that their PYTHONPATH needs for it.
 

@@ -1,12 +1,13 @@
 """A GPT-2 style decoder in plain PyTorch: learned positions, pre-norm blocks, causal self-attention.
 
-The output layer has its own weights: a pipeline has it on another IPU than the embedding.
+The output layer has its own weights, so that a pipeline can have it on another IPU than the embedding, unless they are
+tied.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Dict, NamedTuple
+from typing import Any, Dict, NamedTuple
 
 import torch
 from torch import nn
@@ -72,12 +73,54 @@ class Block(nn.Module):
         return result
 
 
+class TokenEmbedding(nn.Embedding):
+    """The embedding of tokens, looked up in `parts` of the vocabulary one after the other."""
+
+    def __init__(self, vocabulary: int, width: int, parts: int = 1) -> None:
+        super().__init__(vocabulary, width)
+        self.parts = parts
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map tokens [n, length] to [n, length, width]."""
+        if self.parts == 1:
+            return super().forward(tokens)
+        size, found = self.num_embeddings // self.parts, []
+        for part, weight in enumerate(torch.split(self.weight, size)):
+            places = tokens - part * size
+            is_here = (places >= 0) & (places < size)
+            found.append(functional.embedding(places * is_here, weight) * is_here.unsqueeze(-1).to(weight.dtype))
+        total = found[0]
+        for each in found[1:]:  # all but one are zero
+            total = total + each
+        return total
+
+
+class Projection(nn.Linear):
+    """An output layer without bias, whose product a device can compute in `parts` of its outputs.
+
+    Attributes:
+        product: computes the product of two matrices in place of torch, if it is not None.
+    """
+
+    def __init__(self, width: int, outputs: int, parts: int = 1) -> None:
+        super().__init__(width, outputs, bias=False)
+        self.parts = parts
+        self.product: Any = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [n, length, width] to [n, length, outputs]."""
+        if self.product is None:
+            return super().forward(hidden)
+        found: torch.Tensor = self.product(hidden, self.weight.t())
+        return found
+
+
 class Embedding(nn.Module):
     """Token and position embeddings."""
 
-    def __init__(self, vocabulary: int, width: int, length: int, dropout: float) -> None:
+    def __init__(self, vocabulary: int, width: int, length: int, dropout: float, parts: int = 1) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.tokens, self.places = TokenEmbedding(vocabulary, width, parts), nn.Embedding(length, width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -92,18 +135,31 @@ class Decoder(nn.Module):
 
     Args:
         size: one of `SIZES`.
-        vocabulary: number of different tokens.
+        vocabulary: number of different tokens, a multiple of `parts`.
         length: the longest sequence.
         dropout: probability, of embeddings, attention weights and residual branches.
+        is_tied: the output layer has the weights of the embedding.
+        parts: in which the output layer and an embedding of its own are computed.
     """
 
-    def __init__(self, size: DecoderSize, vocabulary: int, length: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        size: DecoderSize,
+        vocabulary: int,
+        length: int,
+        dropout: float = 0.0,
+        is_tied: bool = False,
+        parts: int = 1,
+    ) -> None:
         super().__init__()
-        self.embedding = Embedding(vocabulary, size.width, length, dropout)
+        # A tied embedding is one operator: PopART merges its gradient with that of the output layer.
+        self.embedding = Embedding(vocabulary, size.width, length, dropout, 1 if is_tied else parts)
         self.blocks = nn.ModuleList(Block(size, dropout) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, vocabulary, bias=False)
+        self.head = Projection(size.width, vocabulary, parts)
         self.apply(_initialize)
+        if is_tied:
+            self.head.weight = self.embedding.tokens.weight
         for block in self.blocks:  # GPT-2: residual branches are scaled by the depth
             for layer in (block.attention.out, block.down):  # type: ignore[union-attr]
                 nn.init.normal_(layer.weight, std=_STD / math.sqrt(2 * size.layers))  # type: ignore[arg-type, union-attr, unused-ignore]

@@ -1,16 +1,18 @@
 """The pipeline splits of a model whose replicas have several IPUs: checked, or found by balancing.
 
 A split is the name of the module with which the next IPU begins; modules that are called later are on the same IPU, up
-to the next split. Splits are found once, before any instance starts, with plain torch; `program` applies them.
+to the next split. Modules that share a parameter are on one IPU, to which the pipeline returns. Splits are found once,
+before any instance starts, with plain torch; `program` applies them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import time
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -19,8 +21,9 @@ from raypod.cli import nearest
 from raypod.errors import ConfigError
 from raypod.plan import user_code
 from raypod.plan.config import Config
+from raypod.plan.stages import Stage, splits_of, stages_of
 
-_SAMPLES = 2  # BatchNorm needs more than one
+_SAMPLES = 2  # of larger micro-batches: BatchNorm needs more than one
 _ROUNDS = 5  # of time measurements
 
 
@@ -39,6 +42,13 @@ class Inputs(NamedTuple):
     named: Dict[str, Any] = {}
 
 
+class Tied(NamedTuple):
+    """A unit that has a parameter of an earlier one, `home`."""
+
+    module: str
+    home: str
+
+
 class _NetworkCalled(Exception):
     """Ends a call of `training_outputs` at the call of the network."""
 
@@ -54,33 +64,139 @@ def find_splits(config: Config, task: Any) -> Optional[Tuple[str, ...]]:
         ConfigError: a split is not a module of the model, or the model has fewer modules than IPUs, or raises an
             exception.
     """
-    training, stages = config.training, config.pod.ipus_per_replica
-    is_user_model = task.user_code is not None
+    training, ipus = config.training, config.pod.ipus_per_replica
+    is_user_model, is_chosen = task.user_code is not None, training.pipeline_balance or training.layers_per_ipu
     if training.pipeline_splits:
         # A model of the user may import the SDK, which is available in instances only; a task was imported already.
         if not is_user_model or ":" in config.task.name:
             with user_code.reported(config.model_name):
-                network = _network(task)
-            check_splits(network, training.pipeline_splits)
+                network = network_of(task)
+                check_splits(network, stages_of(training.pipeline_splits))
+                if has_shared_parameters(network):
+                    inputs = inputs_of(task)
+                    check_shared(network, inputs, stages_of(training.pipeline_splits))
         return training.pipeline_splits
-    if stages == 1 or (is_user_model and training.pipeline_balance is None):
+    if ipus == 1 or (is_user_model and not is_chosen):
         return None
-    find_units = units_by_time if training.pipeline_balance == "time" else units_by_parameters
     with user_code.reported(config.model_name):
-        batch = task.example(_SAMPLES)
-        units = find_units(_network(task), network_inputs(task, batch))
-    return balanced_splits(units, stages)
+        network, inputs = network_of(task), inputs_of(task)
+        if training.layers_per_ipu:
+            return splits_of(layer_stages(network, inputs, training.layers_per_ipu, ipus))
+        find_units = units_by_time if training.pipeline_balance == "time" else units_by_parameters
+        units, tied = find_units(network, inputs), tied_unit(called_units(network, inputs))
+    if tied is None:
+        return balanced_splits(units, ipus)
+    begins = balanced_splits([unit for unit in units if unit.name != tied.module], ipus)
+    return splits_of(_with_tied([Stage(name, ipu) for ipu, name in enumerate(begins, start=1)], units, tied))
 
 
-def check_splits(network: nn.Module, splits: Sequence[str]) -> None:
-    """Raise ConfigError unless the splits are different modules of the network."""
+def check_splits(network: nn.Module, stages: Sequence[Stage]) -> None:
+    """Raise ConfigError unless the stages begin with modules of the network."""
     names = [name for name, _ in network.named_modules() if name]
-    for index, split in enumerate(splits):
+    for split, _ in stages:
         if split not in names:
             near = nearest(split, names, count=3) or _siblings(split, names)
             raise ConfigError(f"--pipeline-splits: the model has no module {split!r}; similar: {', '.join(near)}")
-        if split in splits[:index]:
-            raise ConfigError(f"--pipeline-splits: {split} occurs twice; a module can begin only one stage")
+
+
+def has_shared_parameters(network: nn.Module) -> bool:
+    """Return whether several modules have the same parameter."""
+    named = list(network.named_parameters(remove_duplicate=False))
+    return len(named) > len({id(parameter) for _, parameter in named})
+
+
+def check_shared(network: nn.Module, inputs: Inputs, stages: Sequence[Stage]) -> None:
+    """Raise ConfigError for a parameter that modules on different IPUs have."""
+    homes: Dict[int, Tuple[str, int]] = {}
+    begins, now = dict(stages), [0]
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            now[0] = begins.get(name, now[0])
+            for parameter in module.parameters(recurse=False):
+                first, ipu = homes.setdefault(id(parameter), (name, now[0]))
+                if ipu != now[0]:
+                    raise ConfigError(
+                        f"--pipeline-splits: {name} on IPU {now[0]} has a parameter of {first} on IPU {ipu}, and "
+                        f"an IPU cannot use those of another: let {name}={ipu} begin a stage"
+                    )
+
+        return hook
+
+    with torch.no_grad(), _hooks(network.named_modules(), note):
+        network(*inputs.positional, **inputs.named)
+
+
+def tied_unit(called: Sequence[Tuple[str, nn.Module]]) -> Optional[Tied]:
+    """Return the last unit if it shares a parameter with an earlier one; None if no units share any.
+
+    Raises:
+        ConfigError: another unit than the last does.
+    """
+    homes: Dict[int, str] = {}
+    tied = [
+        Tied(name, homes[id(parameter)])
+        for name, module in called
+        for parameter in module.parameters()
+        if homes.setdefault(id(parameter), name) != name
+    ]
+    for unit, home in tied:
+        if unit != called[-1][0]:
+            raise ConfigError(
+                f"--ipus-per-replica: {unit} shares a parameter with {home}, and others follow it: choose the stages "
+                "with --pipeline-splits, as MODULE=IPU"
+            )
+    return tied[0] if tied else None
+
+
+def _with_tied(stages: List[Stage], units: Sequence[Any], tied: Tied) -> List[Stage]:
+    """Return the stages and one on the IPU of the unit whose parameter the last unit has."""
+    begins, ipu = dict(stages), 0
+    for unit in units:
+        ipu = begins.get(unit.name, ipu)
+        if unit.name == tied.home:
+            break
+    return stages if ipu == (stages[-1].ipu if stages else 0) else [*stages, Stage(tied.module, ipu)]
+
+
+def layer_stages(network: nn.Module, inputs: Inputs, counts: Sequence[int], ipus: int) -> List[Stage]:
+    """Return the stages of a model with so many layers on each IPU: its longest sequence of modules of one class.
+
+    The modules before the first layer are on IPU 0, those after the last one on the last IPU.
+
+    Raises:
+        ConfigError: the model has no such sequence, or another number of layers.
+    """
+    called = called_units(network, inputs)
+    layers = _layers(network, [name for name, _ in called])
+    counts = tuple(counts) * ipus if len(counts) == 1 else tuple(counts)
+    flag = f"--layers-per-ipu {','.join(map(str, counts))}"
+    if sum(counts) != len(layers):
+        raise ConfigError(
+            f"{flag} has {sum(counts)} layers, and the model has {len(layers)}: {layers[0]} .. {layers[-1]}"
+        )
+    if 0 in counts[1:-1]:
+        raise ConfigError(f"{flag}: only the first and the last IPU can be without layers")
+    after = [name for name, _ in called][[name for name, _ in called].index(layers[-1]) + 1 :]
+    first = [sum(counts[:ipu]) for ipu in range(ipus)]
+    if first[-1] == len(layers) and not after:
+        raise ConfigError(f"{flag}: no module follows the layers, so that the last IPU would be without any")
+    stages = [Stage([*layers, *after[:1]][first[ipu]], ipu) for ipu in range(1, ipus)]
+    tied = tied_unit(called)
+    return stages if tied is None else _with_tied(stages, [Unit(name, 0.0) for name, _ in called], tied)
+
+
+def _layers(network: nn.Module, called: Sequence[str]) -> List[str]:
+    """Return the names of the layers of a model. ConfigError if it has none."""
+    found: List[str] = []
+    for name, module in network.named_modules():
+        children = list(module.children()) if isinstance(module, (nn.Sequential, nn.ModuleList)) else []
+        names = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+        if len({type(child) for child in children}) == 1 and len(names) > len(found) and set(names) <= set(called):
+            found = names
+    if len(found) < 2:
+        raise ConfigError("--layers-per-ipu: the model has no sequence of layers; use --pipeline-splits")
+    return found
 
 
 def balanced_splits(units: Sequence[Unit], stages: int) -> Tuple[str, ...]:
@@ -91,40 +207,56 @@ def balanced_splits(units: Sequence[Unit], stages: int) -> Tuple[str, ...]:
     Raises:
         ConfigError: there are fewer units than stages.
     """
-    if len(units) < stages:
-        raise ConfigError(
-            f"--ipus-per-replica {stages}: the model has only {len(units)} modules to distribute over IPUs "
-            f"({', '.join(unit.name for unit in units)})"
-        )
     before = [0.0, *itertools.accumulate(unit.cost for unit in units)]
-    largest, _ = _divide(before, stages, lambda value, cost: max(value, cost))
-    _, cuts = _divide(before, stages, lambda value, cost: value + cost * cost if cost <= largest else math.inf)
-    return tuple(units[cut].name for cut in cuts[1:])
+    names = [unit.name for unit in units]
+    cuts = divide(names, stages, lambda stage, first, end: before[end] - before[first])
+    return tuple(names[cut] for cut in cuts[1:])
+
+
+def divide(names: Sequence[str], stages: int, cost: Callable[[int, int, int], float]) -> Tuple[int, ...]:
+    """Return the indices of the first units of all stages, as `balanced_splits`.
+
+    Args:
+        names: of the units.
+        stages: number of stages.
+        cost: of the units from `first` to `end`, exclusive, in a stage: `cost(stage, first, end)`.
+    """
+    if len(names) < stages:
+        raise ConfigError(
+            f"--ipus-per-replica {stages}: the model has only {len(names)} modules to distribute over IPUs "
+            f"({', '.join(names)})"
+        )
+    largest, _ = _divide(len(names), stages, cost, max)
+    _, cuts = _divide(
+        len(names), stages, cost, lambda value, cost: value + cost * cost if cost <= largest else math.inf
+    )
+    return cuts
 
 
 def _divide(
-    before: Sequence[float], stages: int, add: Callable[[float, float], float]
+    count: int, stages: int, cost: Callable[[int, int, int], float], add: Callable[[float, float], float]
 ) -> Tuple[float, Tuple[int, ...]]:
     """Divide units into stages of at least one unit; return the smallest value and the first units of the stages.
 
     Args:
-        before: the sum of the costs before each unit, and of all.
+        count: number of units.
+        stages: number of stages.
+        cost: as of `divide`.
         add: the value of a division to which a stage of some cost is appended; does not decrease.
     """
-    count = len(before) - 1
     best: Dict[int, Tuple[float, Tuple[int, ...]]] = {0: (0.0, ())}  # of the units before the key
     for stage in range(stages):
         found = {}
         for end in range(stage + 1, count - (stages - stage - 1) + 1):
             divisions = ((cut, value, cuts) for cut, (value, cuts) in best.items() if cut < end)
-            found[end] = min((add(value, before[end] - before[cut]), (*cuts, cut)) for cut, value, cuts in divisions)
+            found[end] = min((add(value, cost(stage, cut, end)), (*cuts, cut)) for cut, value, cuts in divisions)
         best = found
     return best[count]
 
 
 def units_by_parameters(network: nn.Module, inputs: Inputs) -> List[Unit]:
     """Return the units in the order of their calls, with their numbers of parameters."""
-    return [Unit(name, float(_parameters(module))) for name, module in _called(network, inputs)]
+    return [Unit(name, float(_parameters(module))) for name, module in called_units(network, inputs)]
 
 
 def units_by_time(network: nn.Module, inputs: Inputs) -> List[Unit]:
@@ -132,7 +264,7 @@ def units_by_time(network: nn.Module, inputs: Inputs) -> List[Unit]:
 
     The time is the minimum of several rounds. Times on an IPU differ.
     """
-    called = _called(network, inputs)
+    called = called_units(network, inputs)
     rounds = [_time_round(network, inputs, called) for _ in range(_ROUNDS)]
     return [Unit(name, min(times[name] for times in rounds)) for name, _ in called]
 
@@ -173,7 +305,7 @@ def _time_round(network: nn.Module, inputs: Inputs, called: List[Tuple[str, nn.M
     return seconds
 
 
-def _called(network: nn.Module, inputs: Inputs) -> List[Tuple[str, nn.Module]]:
+def called_units(network: nn.Module, inputs: Inputs) -> List[Tuple[str, nn.Module]]:
     """Return the units that have parameters and are called exactly once, in the order of their calls."""
     calls: List[str] = []
 
@@ -181,17 +313,23 @@ def _called(network: nn.Module, inputs: Inputs) -> List[Tuple[str, nn.Module]]:
         return lambda module, inputs: calls.append(name)
 
     units = dict(_units(network))
-    hooks = [module.register_forward_pre_hook(note(name)) for name, module in units.items()]
-    try:
-        with torch.no_grad():
-            network(*inputs.positional, **inputs.named)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad(), _hooks(units.items(), note):
+        network(*inputs.positional, **inputs.named)
     once = [name for name in calls if calls.count(name) == 1 and _parameters(units[name])]
     if not once:
         raise ConfigError("the model cannot be balanced over IPUs: none of its modules is called exactly once")
     return [(name, units[name]) for name in once]
+
+
+@contextlib.contextmanager
+def _hooks(modules: Iterable[Tuple[str, nn.Module]], hook_of: Callable[[str], Any]) -> Iterator[None]:
+    """Context in which each module calls the hook of its name before its forward."""
+    hooks = [module.register_forward_pre_hook(hook_of(name)) for name, module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _units(module: nn.Module, prefix: str = "") -> Iterator[Tuple[str, nn.Module]]:
@@ -224,9 +362,19 @@ def _siblings(split: str, names: Sequence[str]) -> List[str]:
     return beside[:8]
 
 
-def _network(task: Any) -> nn.Module:
-    network: nn.Module = task.network(task.example(_SAMPLES))
+def network_of(task: Any) -> nn.Module:
+    """Return the network of a task, in training mode."""
+    network: nn.Module = task.network(_example(task))
     return network.train()
+
+
+def _example(task: Any) -> Any:
+    return task.example(min(_SAMPLES, task.config.training.batch_size))
+
+
+def inputs_of(task: Any) -> Inputs:
+    """Return the inputs of its network for a small micro-batch; see `network_inputs`."""
+    return network_inputs(task, _example(task))
 
 
 def network_inputs(task: Any, batch: Sequence[torch.Tensor]) -> Inputs:

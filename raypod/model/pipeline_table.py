@@ -15,9 +15,10 @@ from raypod.plan import user_code
 from raypod.plan.plan import Plan
 from raypod.plan.run_section import SNAPSHOTS_KEPT
 
-_SAMPLES = 2  # BatchNorm needs more than one
+_SAMPLES = 2  # of larger micro-batches: BatchNorm needs more than one
 _COLUMNS = 22  # cycles shown at most
 _FACTORS = (1, 2, 4, 8)  # by which the gradient accumulation is multiplied for comparison
+_MOST_COMPARED = 1024  # micro-batches; IPUs are hardly idle with more
 _SECTIONS = {"ramp-up": "<", "main": "=", "ramp-down": ">", "update": "U"}
 
 
@@ -53,7 +54,7 @@ def inspect_pipeline(plan: Plan, task: Any) -> Pipeline:
     """
     sdk.select("emulated")
     placement, memory, optimizer_bytes = _placement(plan, task)
-    scale = plan.config.training.batch_size / _SAMPLES
+    scale = micro_batch_factor(plan)
     costs = [
         dataclasses.replace(cost, forward=scale * cost.forward, backward=scale * cost.backward)
         for cost in map(_cost, placement.stages)
@@ -61,9 +62,19 @@ def inspect_pipeline(plan: Plan, task: Any) -> Pipeline:
     accumulation = plan.geometry.gradient_accumulation
     return Pipeline(
         _stages(placement.stages, optimizer_bytes),
-        {accumulation * factor: compare_strategies(costs, accumulation * factor) for factor in _FACTORS},
+        {each: compare_strategies(costs, each) for each in _compared(accumulation)},
         memory,
     )
+
+
+def _samples(plan: Plan) -> int:
+    """Return the micro-batch that is compiled; no larger than the plan's, which an IPU's memory may only just hold."""
+    return min(_SAMPLES, plan.config.training.batch_size)
+
+
+def _compared(accumulation: int) -> List[int]:
+    """Return the gradient accumulations whose schedules are compared, that of the plan first."""
+    return [accumulation * factor for factor in _FACTORS if factor == 1 or accumulation * factor <= _MOST_COMPARED]
 
 
 def snapshot_bytes(plan: Plan, pipeline: Pipeline) -> int:
@@ -98,19 +109,36 @@ def render_pipeline(pipeline: Pipeline, execution: str) -> str:
 
 def _placement(plan: Plan, task: Any) -> Tuple[Any, Tuple[Any, ...], int]:
     """Return the emulated SDK's placement and estimate of the memory, and `optimizers.optimizer_bytes`."""
+    from poptorch.device.memory_estimate import check_memory
+
+    from raypod.model import optimizers
+
+    model = compiled(plan, task)
+    memory = model.emulatedMemory(micro_batch_factor(plan), plan.geometry.local_replicas)
+    if sdk.is_strict():  # otherwise the table says that the model does not fit
+        check_memory(memory)
+    return model.emulatedPlacement(), memory, optimizers.optimizer_bytes(plan.config.training)
+
+
+def micro_batch_factor(plan: Plan) -> float:
+    """Return the size of the plan's micro-batch, relative to that of `compiled`."""
+    return plan.config.training.batch_size / _samples(plan)
+
+
+def compiled(plan: Plan, task: Any) -> Any:
+    """Return the training model of one replica, compiled for a small micro-batch. ConfigError as `inspect_pipeline`."""
     import poptorch
     import torch
-    from poptorch.device.memory_estimate import check_memory
 
     from raypod.model import optimizers, program, sdk_options
 
     config = plan.config
     options = poptorch.Options()
     options.Training.gradientAccumulation(plan.geometry.gradient_accumulation)
-    options.setExecutionStrategy(program.execution_strategy(config.training.execution))
+    options.setExecutionStrategy(program.execution_strategy(plan))
     options.showCompilationProgressBar(False)
     sdk_options.make_calls(options, config)
-    samples = _SAMPLES * plan.geometry.gradient_accumulation
+    samples = _samples(plan) * plan.geometry.gradient_accumulation
     with user_code.reported(config.model_name):
         batch = task.example(samples)
         network = program.finish_network(plan, task.network(batch))
@@ -118,10 +146,7 @@ def _placement(plan: Plan, task: Any) -> Tuple[Any, Tuple[Any, ...], int]:
         groups = task.parameter_groups(network, config.training.weight_decay)
         model = poptorch.trainingModel(step, options, optimizers.build_optimizer(config, groups))
         model.compile(*batch)
-        memory = model.emulatedMemory(config.training.batch_size / _SAMPLES, plan.geometry.local_replicas)
-        if sdk.is_strict():  # otherwise the table says that the model does not fit
-            check_memory(memory)
-    return model.emulatedPlacement(), memory, optimizers.optimizer_bytes(config.training)
+    return model
 
 
 def _cost(stage: Any) -> StageCost:

@@ -14,13 +14,14 @@ from typing_extensions import Protocol
 
 from raypod.datasets.transforms import activation_dtype
 from raypod.errors import ConfigError
-from raypod.model import freezing, sdk_options
+from raypod.model import freezing, sdk_options, serialization
 from raypod.model.recent_results import RecentResults
 from raypod.model.task_network import TaskNetwork
 from raypod.plan import user_code
 from raypod.plan.config import Config
 from raypod.plan.metric import Metric
 from raypod.plan.plan import Plan
+from raypod.plan.stages import returns, stages_of
 
 Ratios = Dict[str, Tuple[Any, Any]]  # numerator and denominator by the name of the metric
 _REDUCTIONS = {"sum": poptorch.ReductionType.Sum, "mean": poptorch.ReductionType.Mean}
@@ -213,11 +214,12 @@ def _column(value: Any, batch: torch.Tensor) -> torch.Tensor:
 
 def finish_network(plan: Plan, network: nn.Module) -> nn.Module:
     """Return a task's network with the plan's splits and frozen parameters, in the precision of the stored weights."""
-    for ipu, name in enumerate(plan.pipeline_splits, start=1):
+    for name, ipu in stages_of(plan.pipeline_splits):
         poptorch.BeginBlock(network.get_submodule(name), user_id=name, ipu_id=ipu)
     if plan.config.training.precision.endswith(".16"):
         network.half()
     freezing.freeze(network, plan.config.training.freeze or ())
+    serialization.split_products(network)
     sdk_options.keep_outputs(network, plan.config.ipu.recomputation_checkpoints or ())
     return network
 
@@ -257,15 +259,18 @@ def _common_options(plan: Plan, cache: Optional[str]) -> Any:
     options = popdist.poptorch.Options(ipus_per_replica=plan.geometry.ipus_per_replica)
     options.randomSeed(plan.config.training.seed)
     options.showCompilationProgressBar(False)
-    options.setExecutionStrategy(execution_strategy(plan.config.training.execution))
+    options.setExecutionStrategy(execution_strategy(plan))
     if cache is not None:
         options.enableExecutableCaching(cache)
     return options
 
 
-def execution_strategy(execution: str) -> Any:
+def execution_strategy(plan: Plan) -> Any:
     """Return the PopTorch strategy for several IPUs per replica: "pipelined" or "sharded"."""
-    return poptorch.PipelinedExecution() if execution == "pipelined" else poptorch.ShardedExecution()
+    is_pipeline = plan.config.training.execution == "pipelined"
+    strategy = poptorch.PipelinedExecution if is_pipeline else poptorch.ShardedExecution
+    # By default the number of a stage is that of its IPU, and must increase.
+    return strategy(poptorch.AutoStage.AutoIncrement) if returns(plan.pipeline_splits) else strategy()
 
 
 def has_replica_state(training: Any) -> bool:

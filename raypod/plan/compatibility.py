@@ -35,6 +35,7 @@ def check_compatible(config: Config) -> None:
     check_mixing(config)
     _check_policy(config)
     _check_model(training)
+    _check_layers(config)
     if config.run.fleet == "inline":
         for flag, reason in _without_effect_inline(config).items():
             raise ConfigError(f"{flag} has no effect with --fleet inline, {reason}; omit it")
@@ -84,6 +85,20 @@ def check_average(training: TrainingSection, every: int) -> None:
             f"--ema-every {every} is no multiple of --device-iterations {training.device_iterations}: the weights can "
             "be read after whole calls"
         )
+
+
+def _check_layers(config: Config) -> None:
+    """Raise ConfigError for numbers of layers that contradict the other settings of the pipeline."""
+    training, ipus = config.training, config.pod.ipus_per_replica
+    counts = training.layers_per_ipu
+    if not counts:
+        return
+    flag = f"--layers-per-ipu {','.join(map(str, counts))}"
+    if training.pipeline_splits or training.pipeline_balance:
+        other = "--pipeline-splits" if training.pipeline_splits else "--pipeline-balance"
+        raise ConfigError(f"{flag} and {other} both choose the stages; omit one")
+    if len(counts) not in (1, ipus) or ipus == 1:
+        raise ConfigError(f"{flag} has {len(counts)} numbers, and --ipus-per-replica is {ipus}: give one for each IPU")
 
 
 def _check_optimizer(config: Config) -> None:

@@ -18,7 +18,7 @@ from raypod.plan.ipu_section import IpuSection
 from raypod.plan.pod_section import PodSection
 from raypod.plan.run_section import RunSection
 from raypod.plan.section import Section
-from raypod.plan.values import Betas, Epochs, ImageShape, Names, Samples, parse_evaluations
+from raypod.plan.values import Betas, Counts, Epochs, ImageShape, Names, Samples, Splits, parse_evaluations
 
 CHECKPOINTS, CONFIG_FILE = "checkpoints", "config.yaml"  # of a run folder
 MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
@@ -171,9 +171,20 @@ class TrainingSection(Section):
     vit_representation_size: Optional[int] = Field(
         None, ge=1, description="vision transformers: width of a layer before the classifier (default: no such layer)"
     )
-    pipeline_splits: Names = Field(None, description="modules at which the next IPU begins, as in layer2.0,layer3.8")
-    pipeline_balance: Optional[Literal["parameters", "time"]] = Field(
-        None, description="split a model automatically, balanced by parameters or by measured time"
+    pipeline_splits: Splits = Field(
+        None,
+        description="modules at which the next IPU begins, as in layer2.0,layer3.8; MODULE=IPU begins a stage on an "
+        "IPU, which may be an earlier one",
+    )
+    pipeline_balance: Optional[Literal["parameters", "time", "memory"]] = Field(
+        None,
+        description="split a model automatically, balanced by parameters, by measured time, or by the estimated memory "
+        "with activations",
+    )
+    layers_per_ipu: Counts = Field(
+        None,
+        description="layers of a transformer on each IPU, as in 3,4,4,1, or one number for all; the modules before "
+        "them are on the first one, those after them on the last one",
     )
     execution: Literal["pipelined", "sharded"] = Field(
         "pipelined", description="the IPUs of a replica run at the same time, or one after the other"
@@ -364,6 +375,11 @@ class Config(pydantic.BaseModel):
     ipu: IpuSection = IpuSection()
     pod: PodSection = PodSection()
     run: RunSection = RunSection()
+
+    @property
+    def stops_if_not_finite(self) -> bool:
+        """Whether a loss that is NaN or infinite ends the run; with synthetic data the device returns none."""
+        return self.run.on_nonfinite == "stop" and not self.ipu.synthetic_data_on_device
 
     @property
     def names(self) -> Tuple[str, ...]:

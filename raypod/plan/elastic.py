@@ -13,7 +13,7 @@ from typing import Iterator, List, Sequence, Tuple
 from raypod.errors import ConfigError, UserError
 from raypod.plan.cluster import Cluster, Host
 from raypod.plan.placement import partition_conflict
-from raypod.plan.plan import Plan, make_plan
+from raypod.plan.plan import Plan, make_plan, with_splits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _with_replicas(full: Plan, replicas: int, hosts: Sequence[str], uses_partiti
     conflict = partition_conflict(cluster.vipu, placement) if uses_partition and cluster.vipu is not None else None
     if conflict is not None:
         raise ConfigError(conflict)
-    return dataclasses.replace(plan, placement=placement, pipeline_splits=full.pipeline_splits)
+    return dataclasses.replace(with_splits(plan, full.pipeline_splits), placement=placement)
 
 
 def _reordered(cluster: Cluster, first: Sequence[str]) -> Tuple[Tuple[Host, ...], Cluster]:

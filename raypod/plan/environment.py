@@ -6,6 +6,7 @@ The POPDIST_*, IPUOF_* and POPLAR_* names are those that poprun sets.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Dict, Optional, Sequence, Tuple
 
@@ -27,6 +28,8 @@ def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") 
 
     `python_path` is the inherited PYTHONPATH.
     """
+    from raypod.plan.ipu_options import profile_environment  # imports pydantic
+
     env = {**placement_environment(plan.placement, spec), **device_environment(plan.placement, spec)}
     # Set for child processes as well: the sitecustomize.py in STARTUP_DIR makes torchvision importable.
     env["PYTHONPATH"] = join_path(STARTUP_DIR, python_path)
@@ -34,6 +37,7 @@ def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") 
     env["EMULATED_POD_TIMEOUT_S"] = str(plan.config.run.report_timeout_s)
     env.update(cache_environment(plan.config.pod.executable_cache_path))
     env.update(strict_environment(plan.config.run.strict))
+    env.update(profile_environment(plan.config, spec.index, os.environ.get("POPLAR_ENGINE_OPTIONS", "")))
     env[MEMORY_FORMAT] = plan.config.training.memory_format
     if plan.config.run.collectives == "gloo":
         env["EMULATED_POD_HOROVOD"] = "emulated"

@@ -39,7 +39,7 @@ _GROUP_OF_KEY = {
             ),
             *("vit_dropout", "vit_attention_dropout", "vit_representation_size"),
             *("model", "stem", "norm", "pipeline_splits", "pipeline_balance", "execution", "precision", "init_weights"),
-            *("memory_format", "init_ignore", "freeze", "ema", "ema_every"),
+            *("layers_per_ipu", "memory_format", "init_ignore", "freeze", "ema", "ema_every"),
         ),
         "pod": ("device", "fleet", "collectives", "strict"),
         "checkpoints": (
@@ -75,12 +75,13 @@ _BASIC = frozenset(
 )
 _BASIC_SWITCHES = frozenset(("--config", "--dry-run", "--detach", "--json", "--memory", "--timeout"))
 _METAVARS = {
-    **dict.fromkeys(("data_dir", "cache_dir", "run_dir", "executable_cache_path"), "FOLDER"),
+    **dict.fromkeys(("data_dir", "cache_dir", "run_dir", "executable_cache_path", "ipu_profile"), "FOLDER"),
     **dict.fromkeys(("resume", "init_weights"), "PATH"),
     **dict.fromkeys(("init_ignore", "freeze", "pipeline_splits", "resume_anyway", "trackers"), "NAMES"),
     **dict.fromkeys(("off_chip", "replicated_tensor_sharding", "recomputation_checkpoints"), "NAMES"),
     **dict.fromkeys(("engine_options", "popart", "popart_patterns"), "KEY=VALUE"),
     "available_memory_proportion": "X,...",
+    "layers_per_ipu": "N,...",
     **dict.fromkeys(("best_metric", "early_stopping_metric"), "METRIC"),
     "leave_out": "SAMPLES",
     "checkpoint_every": "INTERVAL",

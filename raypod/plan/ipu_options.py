@@ -5,6 +5,8 @@ They are plain data: the plan prints them, `model.sdk_options` makes them. Impor
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 from raypod.cli import counted
@@ -17,18 +19,18 @@ SDK_NUMERICS: Dict[str, Any] = {"stochastic_rounding": False, "partials": "float
 _HALF_NUMERICS: Dict[str, Any] = {"stochastic_rounding": True, "partials": "half"}  # with half weights
 # The keys that change the results of a training: a checkpoint records them.
 CHANGE_RESULTS = (
-    *("stochastic_rounding", "partials", "automatic_loss_scaling", "stable_norm"),
+    *("stochastic_rounding", "partials", "automatic_loss_scaling", "stable_norm", "synthetic_data_on_device"),
     *("engine_options", "popart", "popart_patterns"),  # some of them do
 )
 # What the emulated SDK accepts and checks, although nothing on a CPU corresponds to it.
 _WITHOUT_EFFECT_ON_CPU = (
     *("partials", "stable_norm", "available_memory_proportion", "io_tiles", "overlap_io", "prefetch_depth"),
-    *("merged_all_reduces", "accumulator_streams", "engine_options", "popart_patterns"),
+    *("merged_all_reduces", "accumulator_streams", "engine_options", "popart_patterns", "ipu_profile"),
 )
 # The keys that an evaluation has, too.
 OF_EVALUATION = (
     *("partials", "stable_norm", "available_memory_proportion", "prefetch_depth"),
-    *("engine_options", "popart", "popart_patterns"),
+    *("engine_options", "popart", "popart_patterns", "ipu_profile"),
 )
 
 
@@ -36,6 +38,7 @@ _RECOMPUTATIONS = ("none", "standard", "norms", "pipeline", "all")  # in the ord
 _SCHEDULER = 0  # of PopART's AccumulateOuterFragmentSchedule
 # Of every run: the same random numbers in the workers of every tile, so that the weights of replicas stay equal.
 _ENGINE_OPTIONS = {"target.deterministicWorkers": "portable"}
+_ENGINE_VARIABLE = "POPLAR_ENGINE_OPTIONS"
 _CONVOLUTIONS = "convolutionOptions"  # of PopART; also has the type of the partials
 # Options of PopART that belong to the backward pass or the update.
 _TRAINING_ONLY = (
@@ -160,6 +163,8 @@ def _execution(config: Config) -> Iterator[Call]:
 def _further(config: Config) -> Iterator[Call]:
     """Yield the calls for options by their own names."""
     ipu = config.ipu
+    if ipu.synthetic_data_on_device:
+        yield Call("enableSyntheticData", (True,), "synthetic_data_on_device", is_for_training=False)
     engine = {key: _engine_text(value) for key, value in {**_ENGINE_OPTIONS, **(ipu.engine_options or {})}.items()}
     yield Call("_Popart.setEngineOptions", (engine,), "engine_options", is_for_training=False)
     if ipu.popart_patterns is not None:
@@ -238,6 +243,32 @@ def _check_memory(config: Config) -> None:
             raise ConfigError(f"{_flag(key)} has no effect without {flag}")
 
 
+def profile_environment(config: Config, instance: int, inherited: str = "") -> Dict[str, str]:
+    """Return the variable with which an instance writes reports for PopVision; {} for none.
+
+    Args:
+        config: the config.
+        instance: index of the instance, whose reports have a folder of their own.
+        inherited: the present value of the variable, a JSON object.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if config.ipu.ipu_profile is None:
+        return {}
+    try:
+        options = json.loads(inherited or "{}")
+    except json.JSONDecodeError:
+        options = None
+    if not isinstance(options, dict):
+        raise ConfigError(
+            f"{_ENGINE_VARIABLE}={inherited} is not a JSON object, to which --ipu-profile adds its options"
+        )
+    folder = Path(config.ipu.ipu_profile).expanduser().absolute() / f"instance-{instance}"
+    reports = {"autoReport.all": "true", "autoReport.directory": str(folder)}
+    return {_ENGINE_VARIABLE: json.dumps({**options, **reports})}
+
+
 def describe(config: Config) -> Dict[str, List[str]]:
     """Return the calls as texts, for `plan.json`: those of the training, and those of the evaluation."""
     calls = calls_of(config)
@@ -250,6 +281,9 @@ def rows(config: Config) -> List[Tuple[str, str]]:
     calls = calls_of(config)
     width = max((len(_flag(call.key)) for call in calls), default=0)
     texts = [f"{_flag(call.key).ljust(width)}  {call}{' in training' * call.is_for_training}" for call in calls]
+    if config.ipu.ipu_profile is not None:
+        folder = f"{config.ipu.ipu_profile.rstrip('/')}/instance-N"
+        texts.append(f"--ipu-profile  profile.pop in {folder}, which the PopVision Graph Analyser opens")
     return [("IPU options" * (not index), text) for index, text in enumerate(texts or ["those of the SDK"])]
 
 

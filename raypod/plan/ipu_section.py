@@ -106,6 +106,16 @@ class IpuSection(Section):
         description="without it, disableGradAccumulationTensorStreams: no code to copy accumulated gradients to the "
         "host; for programs that read them",
     )
+    synthetic_data_on_device: bool = Field(
+        False,
+        description="enableSyntheticData: no data is transferred, and the losses are no results; to measure the device "
+        "without the host",
+    )
+    ipu_profile: Optional[str] = Field(
+        None,
+        description="autoReport of POPLAR_ENGINE_OPTIONS: each instance writes the reports that PopVision opens into a "
+        "subfolder of this one; to find what needs time or memory",
+    )
     engine_options: Pairs = Field(
         None,
         description="_Popart.setEngineOptions, KEY=VALUE: any option of Poplar's engine, as in "

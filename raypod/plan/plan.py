@@ -17,6 +17,7 @@ from raypod.plan.fitting import is_power_of_two, way_out
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.placement import Placement, Sizes, place
 from raypod.plan.pod_section import PodSection
+from raypod.plan.stages import ipus_of
 from raypod.plan.values import parse_evaluations, parse_interval
 
 
@@ -170,7 +171,7 @@ class Plan:
     geometry: Geometry
     task: TaskFacts
     run_dir: str
-    pipeline_splits: Tuple[str, ...] = ()  # names of the modules with which IPUs 1, 2, ... of a replica begin
+    pipeline_splits: Tuple[str, ...] = ()  # where the stages after the first begin, as `stages` reads them
     is_inline: bool = False  # its one instance runs in the process of the coordinator, without Ray
 
     @property
@@ -281,9 +282,30 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
     return Plan(config, placement, geometry, task, run_dir, splits, is_inline=config.run.fleet == "inline")
 
 
-def pipeline_stages(config: Config) -> int:
-    """Return the number of forward stages that run at the same time: 1 for sharded execution and models on one IPU."""
-    return config.pod.ipus_per_replica if config.training.execution == "pipelined" else 1
+def with_splits(plan: Plan, splits: Sequence[str]) -> Plan:
+    """Return a plan with the pipeline splits that were found in its model.
+
+    Raises:
+        ConfigError: it has fewer micro-batches than its stages need.
+    """
+    config, geometry = plan.config, plan.geometry
+    iterations = config.training.evaluation_iterations or pipeline_stages(config, splits)
+    geometry = dataclasses.replace(geometry, evaluation_iterations=iterations)
+    _check_pipeline(config, geometry, splits, plan.placement.cluster)
+    return dataclasses.replace(plan, geometry=geometry, pipeline_splits=tuple(splits))
+
+
+def pipeline_stages(config: Config, splits: Sequence[str] = ()) -> int:
+    """Return the number of forward stages that run at the same time: 1 for sharded execution and models on one IPU.
+
+    Args:
+        config: the config.
+        splits: those of the model, if they are known; else the config's, or one stage per IPU.
+    """
+    if config.training.execution != "pipelined":
+        return 1
+    known = splits or config.training.pipeline_splits
+    return len(known) + 1 if known else config.pod.ipus_per_replica
 
 
 def _check_instances(pod: PodSection, cluster: Cluster) -> None:
@@ -297,12 +319,8 @@ def _check_instances(pod: PodSection, cluster: Cluster) -> None:
 
 def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str], cluster: Cluster) -> None:
     """Raise ConfigError for what PopTorch would reject after minutes of compilation."""
-    training, ipus, stages = config.training, geometry.ipus_per_replica, pipeline_stages(config)
-    if splits and len(splits) + 1 != ipus:
-        raise ConfigError(
-            f"--pipeline-splits {','.join(splits)} makes {len(splits) + 1} stages, and --ipus-per-replica is {ipus}: "
-            f"use --ipus-per-replica {len(splits) + 1}, or {ipus - 1} splits"
-        )
+    training, ipus, stages = config.training, geometry.ipus_per_replica, pipeline_stages(config, splits)
+    _check_ipus(splits, ipus)
     if not is_power_of_two(geometry.local_ipus):
         hint = way_out(cluster, geometry.total_replicas, geometry.num_instances, ipus)
         raise ConfigError(
@@ -320,6 +338,22 @@ def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str], c
             f"a pipeline of {stages} stages needs at least {stages} micro-batches in inference, and "
             f"--evaluation-iterations is {geometry.evaluation_iterations}: omit it, or use {stages} or more"
         )
+
+
+def _check_ipus(splits: Sequence[str], ipus: int) -> None:
+    """Raise ConfigError unless the stages are on all IPUs of a replica, and on no others."""
+    used = sorted(set(ipus_of(splits)))
+    if not splits or used == list(range(ipus)):
+        return
+    if len(used) == len(splits) + 1 == used[-1] + 1:
+        raise ConfigError(
+            f"--pipeline-splits {','.join(splits)} makes {len(used)} stages, and --ipus-per-replica is {ipus}: "
+            f"use --ipus-per-replica {len(used)}, or {ipus - 1} splits"
+        )
+    raise ConfigError(
+        f"--pipeline-splits {','.join(splits)} has stages on the IPUs {', '.join(map(str, used))}, and with "
+        f"--ipus-per-replica {ipus} they are 0 to {ipus - 1}: each needs one"
+    )
 
 
 def _check_against_data(geometry: Geometry, size: DatasetSize, config: Config) -> None:

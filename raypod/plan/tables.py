@@ -21,6 +21,7 @@ from raypod.plan.placement import (
     partition_conflict,
 )
 from raypod.plan.plan import Plan
+from raypod.plan.stages import stages_of
 
 _GEOMETRY = (  # the keys of `geometry` in plan.json
     *("micro_batch_size", "gradient_accumulation", "device_iterations", "total_replicas", "num_instances"),
@@ -210,7 +211,7 @@ def _left_out(plan: Plan) -> str:
 def _pipeline_rows(plan: Plan) -> List[Tuple[str, str]]:
     if plan.geometry.ipus_per_replica == 1:
         return []
-    splits = ", ".join(f"IPU {ipu} from {name}" for ipu, name in enumerate(plan.pipeline_splits, start=1))
+    splits = ", ".join(f"IPU {stage.ipu} from {stage.module}" for stage in stages_of(plan.pipeline_splits))
     return [(plan.config.training.execution, splits or "split by the blocks of the model itself")]
 
 

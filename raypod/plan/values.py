@@ -11,6 +11,7 @@ import yaml
 from pydantic import Field
 from typing_extensions import Annotated
 
+from raypod.plan import stages
 from raypod.plan.urls import check_url, is_url
 
 TENSOR_KINDS = ("optimizer", "weights", "activations", "accumulators")
@@ -123,6 +124,11 @@ def _check_different(names: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ..
     return names
 
 
+def _check_splits(splits: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
+    stages.check(splits or ())
+    return splits
+
+
 def _check_ascending(numbers: Optional[Tuple[int, ...]]) -> Optional[Tuple[int, ...]]:
     if numbers and list(numbers) != sorted(set(numbers)):
         raise ValueError("must be in ascending order, each number once")
@@ -197,11 +203,15 @@ def _check_resume(where: Optional[str]) -> Optional[str]:
 Names = Annotated[
     Optional[Tuple[str, ...]], pydantic.BeforeValidator(_split_words), pydantic.AfterValidator(_check_different)
 ]
+Splits = Annotated[
+    Optional[Tuple[str, ...]], pydantic.BeforeValidator(_split_words), pydantic.AfterValidator(_check_splits)
+]
 Epochs = Annotated[
     Optional[Tuple[Annotated[int, Field(ge=1)], ...]],
     pydantic.BeforeValidator(_split_numbers),
     pydantic.AfterValidator(_check_ascending),
 ]
+Counts = Annotated[Optional[Tuple[Annotated[int, Field(ge=0)], ...]], pydantic.BeforeValidator(_split_numbers)]
 Samples = Annotated[
     Optional[Tuple[str, ...]],
     pydantic.BeforeValidator(_as_samples),

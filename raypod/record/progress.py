@@ -190,7 +190,7 @@ class Progress:
     def _show_update(self, event: UpdateDone) -> None:
         if not self._warned_nonfinite and event.has_results and not math.isfinite(event.loss):
             self._warned_nonfinite = True
-            stops = self._plan.config.run.on_nonfinite == "stop"
+            stops = self._plan.config.stops_if_not_finite
             consequence = "the run stops" if stops else "the run continues (--on-nonfinite continue)"
             self.warn(f"the loss became {event.loss} at update {event.update}; {consequence}")
         if not self._has_bar:

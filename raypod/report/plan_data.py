@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, List, Mapping, Optional
 
 from raypod.model.schedule import StageCost, compare_strategies
+from raypod.plan.stages import ipus_of
 
 _MAX_CYCLES = 64  # of the schedule that is drawn
 
@@ -43,11 +44,20 @@ def _pipeline(
     if not isinstance(num_ipus, int) or not isinstance(accumulation, int) or num_ipus < 2:
         return None
     splits: List[str] = [str(each) for each in plan.get("pipeline_splits") or ()]
-    names = ["the input", *splits] if splits else ["the blocks of the model"] * num_ipus
+    try:
+        ipus = ipus_of(splits) if splits else tuple(range(num_ipus))
+    except ValueError:  # of a later version
+        return None
+    names = (
+        ["the input", *(each.partition("=")[0] for each in splits)]
+        if splits
+        else ["the blocks of the model"] * num_ipus
+    )
     execution = str(config.get("training.execution") or "pipelined")
-    schedules = compare_strategies([StageCost(1.0, 2.0, 1.0, ipu) for ipu in range(len(names))], accumulation)
+    schedules = compare_strategies([StageCost(1.0, 2.0, 1.0, ipu) for ipu in ipus], accumulation)
     schedule = schedules.get(execution)
-    found: Dict[str, Any] = {"execution": execution, "stages": names, "accumulation": accumulation, "cycles": None}
+    found: Dict[str, Any] = {"execution": execution, "stages": names, "ipus": list(ipus), "accumulation": accumulation}
+    found["cycles"] = None
     if schedule is not None:
         found["cycles"] = schedule.cycles
         found["sections"] = list(schedule.sections[:_MAX_CYCLES])

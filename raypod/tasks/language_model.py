@@ -14,7 +14,14 @@ from raypod.datasets.text import TextSource, Windows
 from raypod.errors import ConfigError
 from raypod.model.decoder import SIZES, Decoder
 from raypod.plan.config import Config
-from raypod.tasks.language_facts import LanguageOptions, pieces_of, tokenizer_of
+from raypod.tasks.language_facts import (
+    LanguageOptions,
+    generated_windows,
+    padded,
+    pieces_of,
+    tokenizer_of,
+    vocabulary_of,
+)
 from raypod.tasks.task import Ratios, Task
 
 
@@ -29,11 +36,17 @@ class LanguageModel(Task):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._tokenizer = tokenizer_of(self.options)
+        self._vocabulary = vocabulary_of(self.options, self._tokenizer)
 
     def load(self) -> Source:
         """See `Task.load`."""
-        train, test = (corpus.encode(pieces, self._tokenizer) for pieces in pieces_of(self.options))
-        length = self.options.sequence_length
+        length, counts = self.options.sequence_length, generated_windows(self.options)
+        if counts is None:
+            train, test = (corpus.encode(pieces, self._tokenizer) for pieces in pieces_of(self.options))
+        else:
+            seed = self.config.training.seed
+            sizes = (count * length + 1 for count in counts)
+            train, test = (corpus.random_text(size, self._vocabulary, (seed, part)) for part, size in enumerate(sizes))
         return TextSource(Windows(train, length), Windows(test, length))
 
     def example(self, samples: int) -> Batch:
@@ -44,11 +57,15 @@ class LanguageModel(Task):
     def network(self, first_batch: Batch) -> nn.Module:
         """See `Task.network`."""
         options = self.options
-        vocabulary = corpus.BYTES if self._tokenizer is None else self._tokenizer.vocabulary
-        return Decoder(SIZES[options.size], vocabulary, options.sequence_length, options.dropout)
+        vocabulary = padded(self._vocabulary, options.serialize)
+        sizes = (SIZES[options.size], vocabulary, options.sequence_length)
+        return Decoder(*sizes, options.dropout, options.tied_embeddings, options.serialize)
 
     def parameter_groups(self, network: nn.Module, weight_decay: float) -> List[Dict[str, Any]]:
-        """Return the parameter groups of the optimizer. Norms, biases and embeddings have no weight decay."""
+        """Return the parameter groups of the optimizer. Norms, biases and embeddings have no weight decay.
+
+        The weights of a tied embedding have that of the output layer.
+        """
         decayed = [module.weight for module in network.modules() if isinstance(module, nn.Linear)]
         others = [each for each in network.parameters() if not any(each is weight for weight in decayed)]
         return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -58,8 +75,10 @@ class LanguageModel(Task):
     ) -> Tuple[torch.Tensor, Ratios]:
         """Return the mean cross-entropy per token, and perplexity and bits per byte."""
         tokens, num_bytes = batch
-        logits, targets = _predictions(network, tokens)
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        from raypod.model.serialization import mean_loss  # imports the SDK, which only a training has
+
+        targets = tokens[:, 1:].to(torch.int64)
+        loss = mean_loss(network(tokens[:, :-1]), targets, self.options.loss_tokens)
         return loss, {"perplexity": (loss, 1), "bits_per_byte": (loss * targets.numel(), num_bytes.sum())}
 
     def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
@@ -78,7 +97,7 @@ class LanguageModel(Task):
         generator, given = torch.Generator().manual_seed(seed), len(tokens)
         for _ in range(length):
             window = torch.tensor([tokens[-self.options.sequence_length :]], dtype=torch.int32)
-            logits = network(window)[0, -1].double()
+            logits = network(window)[0, -1, : self._vocabulary].double()
             if temperature:
                 chosen = torch.multinomial(functional.softmax(logits / temperature, dim=0), 1, generator=generator)
             else:

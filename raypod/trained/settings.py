@@ -32,7 +32,7 @@ EVALUATION = (
     *DATA,
     *("data.num_workers", "data.image_size", "data.eight_bit_io"),
     *("training.batch_size", "training.evaluation_iterations", "training.precision", "training.execution"),
-    *("training.pipeline_splits", "training.pipeline_balance"),
+    *("training.pipeline_splits", "training.pipeline_balance", "training.layers_per_ipu"),
     *("pod.replicas", "pod.num_instances", "pod.ipus_per_replica", "pod.num_ipus", "pod.threads_per_replica"),
     *("pod.bind_cores", "pod.cluster", "pod.wait_hosts", "pod.executable_cache_path"),
     *("run.device", "run.fleet", "run.collectives", "run.strict"),
@@ -42,7 +42,7 @@ _OF_RUN = tuple(name.partition(".")[2] for name in EVALUATION if name.startswith
 # The keys of the section `training` with which a network computes; the others are those of a training.
 _OF_NETWORK = (
     *("model", "stem", "norm", "precision", "batch_size", "execution", "pipeline_splits", "pipeline_balance"),
-    *("evaluation_iterations", "seed"),
+    *("layers_per_ipu", "evaluation_iterations", "seed"),
 )
 
 
@@ -162,7 +162,11 @@ def plan_of(config: Config, changes: Mapping[str, Any], source: str) -> Plan:
     values["training"] = {key: training[key] for key in _OF_NETWORK}
     values["ipu"] = {key: values["ipu"][key] for key in ipu_options.OF_EVALUATION}
     # A plan checks the sizes of a training, too: this is its smallest one.
-    values["training"]["gradient_accumulation"] = 2 * pipeline_stages(config_of(values, source)) - 1
+    config = config_of(values, source)
+    stages = pipeline_stages(config)
+    if not config.training.pipeline_splits:
+        stages += stages - 1  # those that are found may return to each IPU
+    values["training"]["gradient_accumulation"] = 2 * stages - 1
     plan = planning.plan_from(values, source)
     planning.check_host(plan)
     if not plan.dataset_size.test_samples:

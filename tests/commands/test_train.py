@@ -115,6 +115,14 @@ def test_different_initial_weights_are_an_error(make: Callable[..., Plan]) -> No
         list(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)))
 
 
+def test_a_run_on_synthetic_data_of_the_device_has_no_losses_and_does_not_stop(tmp_path: Path) -> None:
+    flags = ("--updates", "2", "--model", "tiny", "--synthetic-data-on-device", "--num-instances", "1")
+    code, folder = command(tmp_path, *flags)
+    assert code == 0
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [None, None]
+
+
 def test_a_data_set_without_a_test_split_is_not_evaluated(
     make: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

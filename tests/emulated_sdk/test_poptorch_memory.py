@@ -103,6 +103,30 @@ def test_recomputation_keeps_the_inputs_of_stages_and_checkpoints():
     assert standard.activations < without.activations
 
 
+class Normalized(nn.Module):
+    """Has running statistics and a dropout, which a second forward would change."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.layers[1:](poptorch.recomputationCheckpoint(self.layers[0](x))), "mean")
+
+
+def test_recomputation_changes_no_bit():
+    def trained(mode):
+        torch.manual_seed(0)
+        model, opts = Normalized(), options(accumulation=2).randomSeed(1)
+        recomputation(mode)(opts)
+        training = wrapped(model, opts)
+        for _ in range(3):
+            training(torch.linspace(-1, 1, 64).view(16, 4))
+        return {name: value.tolist() for name, value in model.state_dict().items()}
+
+    assert trained(4) == trained(0)
+
+
 def test_activations_grow_with_the_micro_batch():
     model = poptorch.inferenceModel(nn.Linear(WIDTH, WIDTH))
     model.compile(torch.zeros(2, WIDTH))

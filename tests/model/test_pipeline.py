@@ -17,13 +17,15 @@ from raypod import planning
 from raypod.coordinator import coordinator
 from raypod.errors import ConfigError
 from raypod.fleet.inline import InlineFleet
-from raypod.model import pipeline
+from raypod.model import pipeline, program
+from raypod.model.memory_balance import splits_by_memory
 from raypod.model.memory_bars import render_memory
 from raypod.model.pipeline import Unit
 from raypod.model.pipeline_table import Pipeline, describe_pipeline, inspect_pipeline, render_pipeline
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan
 from raypod.plan.resolve import from_values
+from raypod.plan.stages import stages_of
 from raypod.record.metrics import MetricsAggregator
 from raypod.tasks.registry import task_of
 from tests.support.saved_runs import weights_of
@@ -92,6 +94,32 @@ def test_residual_blocks_and_transformer_layers_are_the_units() -> None:
     assert find_splits(config(own, 2, pipeline_balance="parameters")) == ("last",)
 
 
+def fullest(plan: Plan) -> int:
+    return max(each.total for each in inspect(plan).memory)
+
+
+@pytest.mark.parametrize("execution", ["pipelined", "sharded"])
+def test_splits_by_memory_need_less_memory_of_the_fullest_ipu(make: Any, execution: str) -> None:
+    training: Dict[str, object] = {"gradient_accumulation": 3, "batch_size": 64, "execution": execution}
+
+    def planned(**more: object) -> Plan:
+        return make(training={**training, **more}, pod={"ipus_per_replica": 2}, ipu={"recomputation": "none"})
+
+    found = splits_by_memory(planned(pipeline_balance="memory"), task_of(planned().config))
+    others = [
+        planned(pipeline_splits=name) for name in ("features.1", "features.3", "features.4", "features.5", "head")
+    ]
+    assert fullest(planned(pipeline_splits=",".join(found))) <= min(map(fullest, others))
+
+
+def test_splits_by_memory_return_to_shared_weights() -> None:
+    own = {"model": f"{__name__}:build_shared", "pipeline_balance": "memory", "gradient_accumulation": 5}
+    sections = {"data": {"dataset": "synthetic", "image": "1x8x8"}, "training": own, "pod": {"ipus_per_replica": 2}}
+    (first, last) = planning.plan_from(sections, "").pipeline_splits
+    assert first.startswith("layers.")
+    assert last == "last=0"
+
+
 class Uneven(nn.Module):
     """Few parameters with much computation, then many with little."""
 
@@ -129,14 +157,73 @@ def build(channels: int, classes: int) -> nn.Module:
     return Uneven()
 
 
+class Shared(nn.Module):
+    """Layers of one class between two that share their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
+        self.last = nn.Linear(64, 64, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(images.flatten(1))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits: torch.Tensor = self.last(hidden)
+        return logits
+
+
+def build_shared(channels: int, classes: int) -> nn.Module:
+    return Shared()
+
+
+def test_a_pipeline_returns_to_the_ipu_of_shared_weights() -> None:
+    own = f"{__name__}:build_shared"
+    data = {"dataset": "synthetic", "image": "1x8x8"}
+
+    def found(ipus: int, **training: object) -> Optional[Tuple[str, ...]]:
+        sections = {"data": data, "training": {"model": own, **training}, "pod": {"ipus_per_replica": ipus}}
+        return find_splits(from_values(sections))
+
+    assert found(2, pipeline_balance="parameters") == ("layers.2", "last=0")
+    assert found(4, layers_per_ipu="0,2,1,2") == ("layers.0", "layers.2", "layers.3", "last=0")
+    with pytest.raises(ConfigError, match=r"has 4 layers, and the model has 5: layers.0 .. layers.4"):
+        found(2, layers_per_ipu=2)
+
+
+def test_modules_on_different_ipus_cannot_share_a_parameter() -> None:
+    network = Shared()
+    inputs = pipeline.Inputs((torch.zeros(2, 1, 8, 8),))
+    pipeline.check_shared(network, inputs, stages_of(["layers.1", "last=0"]))
+    with pytest.raises(ConfigError, match="last on IPU 1 has a parameter of first on IPU 0.* let last=0 begin a stage"):
+        pipeline.check_shared(network, inputs, stages_of(["layers.1"]))
+    with pytest.raises(ConfigError, match="again shares a parameter with first, and others follow it"):
+        pipeline.tied_unit([("first", network.first), ("again", network.last), ("end", nn.Linear(1, 1))])
+
+
+def test_the_layers_of_a_vision_transformer_are_placed_by_their_numbers() -> None:
+    assert find_splits(config("vit_tiny", 2, layers_per_ipu="2,4")) == ("encoder.layers.encoder_layer_2",)
+    assert find_splits(config("vit_tiny", 2, layers_per_ipu="6,0")) == ("encoder.ln",)
+    with pytest.raises(ConfigError, match="only the first and the last IPU can be without layers"):
+        find_splits(config("vit_tiny", 4, layers_per_ipu="2,0,2,2"))
+
+
 def test_pipelined_sharded_and_single_ipu_models_train_to_the_same_bits(make: Any) -> None:
     hashes = set()
-    for splits in ({}, {"pipelined": "features.3,features.4,head"}, {"sharded": "features.1,features.5,head"}):
+    for splits in (
+        {},
+        {"pipelined": "features.3,features.4,head"},
+        {"sharded": "features.1,features.5,head"},
+        {"pipelined": "features.3,head=0"},
+    ):
         training: Dict[str, object] = {"gradient_accumulation": 7, "updates": 3}
         for execution, names in splits.items():
             training.update(execution=execution, pipeline_splits=names)
         inline = {"fleet": "inline", "device": "emulated"}
-        plan = make(training=training, pod={"ipus_per_replica": 4 if splits else 1}, run=inline)
+        ipus = 1 if not splits else 2 if "=0" in str(splits) else 4
+        plan = make(training=training, pod={"ipus_per_replica": ipus}, run=inline)
         hashes.add(weights_of(list(coordinator.run(plan, InlineFleet(plan), MetricsAggregator(plan, 0.0)))))
     assert len(hashes) == 1
 
@@ -160,6 +247,22 @@ def test_the_pipeline_table_shows_stages_and_cycles(make: Any) -> None:
     assert ["IPU", "0", "forward", *"01234567", ".", ".", "U"] in rows
     assert ["backward", ".", *"01234567", ".", "U"] in rows
     assert text.index("pipelined  11 cycles") < text.index("sharded  33 cycles")
+
+
+def test_the_plan_draws_a_stage_that_returns_to_an_ipu(make: Any) -> None:
+    sizes: Dict[str, object] = {"gradient_accumulation": 5, "pipeline_splits": "features.5,head=0"}
+    plan = make(training=sizes, pod={"ipus_per_replica": 2})
+    assert plan.geometry.evaluation_iterations == 3
+    text = planning.render_with_pipeline(plan)
+    assert "IPU 1 from features.5, IPU 0 from head" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert [row[0] for row in rows if row[1:3] == ["head", "650"]] == ["0"]
+    assert [row[1] for row in rows if row[0:1] == ["IPU"] and "forward" in row][:3] == ["0", "1", "0"]
+    options = program.training_options(plan).toDict()
+    assert (options["execution_mode"], program.execution_strategy(plan)._auto_stage) == (
+        0,
+        poptorch.AutoStage.AutoIncrement,
+    )
 
 
 def test_the_plan_shows_a_bar_for_each_ipu_and_json(make: Any) -> None:

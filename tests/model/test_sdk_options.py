@@ -33,6 +33,7 @@ def options_of(plan: Plan) -> Any:
             {"automaticLossScalingSettings.enabled": True},
         ),
         ({"stable_norm": False}, {}, {"enableStableNorm": False}),
+        ({"synthetic_data_on_device": True}, {}, {"syntheticDataMode": 2}),
         ({"floating_point_exceptions": True}, {}, {"enableFloatingPointChecks": True}),
         ({"available_memory_proportion": 0.2}, {}, {"available_memory_proportion": {0: 0.2}}),
         ({"recomputation": "all"}, {}, {"autoRecomputation": 4, "explicitRecomputation": True}),

@@ -61,6 +61,9 @@ def test_a_config_is_immutable_and_has_unique_keys() -> None:
         ("training", "lr_steps", [], "without empty entries"),
         ("training", "pipeline_splits", "a,", "without empty entries"),
         ("training", "pipeline_splits", ["a", "a"], "a is listed twice"),
+        ("training", "pipeline_splits", "a,b=1", "b=1 is on the IPU of the stage before it"),
+        ("training", "pipeline_splits", "a=x", "write MODULE, or MODULE=IPU"),
+        ("training", "layers_per_ipu", "3,-1", "must be at least 0"),
         ("training", "momentum", float("nan"), "= nan: must be less than 1$"),
         *(
             ("training", key, float("nan"), "= nan: must be a finite number$")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,12 +12,29 @@ from typing import Any, List, Optional
 import pytest
 
 from raypod.cli import FlagParser
+from raypod.errors import ConfigError
 from raypod.plan import flags, resolve
 from raypod.plan.cluster import LOCAL, Cluster, Host, VipuPartition
 from raypod.plan.environment import device_environment, instance_environment
 from raypod.plan.placement import Sizes, place
 from raypod.plan.plan import DatasetSize, TaskFacts, make_plan
 from raypod.plan.resolve import from_values
+
+
+def test_the_reports_of_popvision_have_a_folder_for_each_instance(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", '{"opt.a": "b"}')
+    plan = make(ipu={"ipu_profile": "/data/reports/"})
+    (first, second) = (instance_environment(plan, spec) for spec in plan.placement.instances)
+    assert json.loads(first["POPLAR_ENGINE_OPTIONS"]) == {
+        "opt.a": "b",
+        "autoReport.all": "true",
+        "autoReport.directory": "/data/reports/instance-0",
+    }
+    assert "instance-1" in second["POPLAR_ENGINE_OPTIONS"]
+    assert "POPLAR_ENGINE_OPTIONS" not in instance_environment(make(), plan.placement.instances[0])
+    monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", "opt.a=b")
+    with pytest.raises(ConfigError, match="POPLAR_ENGINE_OPTIONS=opt.a=b is not a JSON object"):
+        instance_environment(plan, plan.placement.instances[0])
 
 
 def test_the_variables_are_those_of_poprun() -> None:

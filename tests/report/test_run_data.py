@@ -80,8 +80,9 @@ def test_a_short_run_has_every_point(tmp_path: Path) -> None:
     assert data["config"]["training.learning_rate"] == 0.1
     assert "training.lr_gamma" not in data["config"]
     assert data["versions"]["torch"] == {"2.13.0": [0, 1]}
-    assert data["plan"]["pipeline"]["stages"] == ["the input", "block2"]
-    assert data["plan"]["pipeline"]["cycles"] == 8 + 2 * 2 - 2 + 1
+    pipeline = data["plan"]["pipeline"]
+    assert (pipeline["stages"], pipeline["ipus"]) == (["the input", "block2", "head"], [0, 1, 0])
+    assert pipeline["cycles"] == 8 + 2 * 3 - 2 + 1
     assert json.loads(strict_json(data)) == data
 
 

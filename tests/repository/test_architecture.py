@@ -60,6 +60,7 @@ SDK = {"poptorch", "popdist", "horovod", "popart", "_pod"}
 SDK_USERS = {
     "model/program",
     "model/sdk_options",
+    "model/serialization",
     "model/optimizers",
     "model/pipeline_table",
     "instance/instance",

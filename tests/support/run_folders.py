@@ -112,5 +112,5 @@ def _plan(updates: int, instances: int) -> Dict[str, Any]:
         "total_updates": updates,
         "instances": specs,
         "legs": [{"epoch": 0}],
-        "pipeline_splits": ["block2"],
+        "pipeline_splits": ["block2", "head=0"],
     }

@@ -46,9 +46,9 @@ function instanceBox(run, instance, size, total) {
 }
 
 function pipeline(found) {
-  const stages = found.stages.map((name, ipu) => [
-    ipu ? h("span", { class: "arrow", "aria-hidden": "true" }, "→") : null,
-    h("div", { class: "stage" }, h("b", {}, `IPU ${ipu}`), h("span", {}, `from ${name}`)),
+  const stages = found.stages.map((name, stage) => [
+    stage ? h("span", { class: "arrow", "aria-hidden": "true" }, "→") : null,
+    h("div", { class: "stage" }, h("b", {}, `IPU ${found.ipus[stage]}`), h("span", {}, `from ${name}`)),
   ]);
   return [h("h4", {}, `Pipeline of a replica, ${found.execution}`), h("div", { class: "stages" }, stages), schedule(found)];
 }
@@ -65,7 +65,7 @@ function schedule(found) {
       const title = micro === undefined ? `cycle ${cycle}, ${sections[found.sections[cycle]]}: idle` : `cycle ${cycle}, ${sections[found.sections[cycle]]}: ${what} of micro-batch ${micro}`;
       return h("td", { class: micro === undefined ? "idle" : what, title }, micro === undefined ? "·" : String(micro));
     });
-    return h("tr", {}, h("th", { scope: "row" }, what === "forward" ? `IPU ${stage} fwd` : "bwd"), cells);
+    return h("tr", {}, h("th", { scope: "row" }, what === "forward" ? `IPU ${found.ipus[stage]} fwd` : "bwd"), cells);
   }));
   const cut = found.cycles > columns ? ` The first ${columns} of ${found.cycles} cycles are drawn.` : "";
   const note = `Columns are cycles of one update, numbers micro-batches; ${found.accumulation} micro-batches take ${found.cycles} cycles.${cut}`;

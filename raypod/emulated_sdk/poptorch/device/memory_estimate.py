@@ -6,6 +6,7 @@ fixed share of the memory here.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -25,6 +26,9 @@ _RESIDENT_SIZE = 2**16  # tensors of fewer elements stay on the chip (inferred)
 # Values of PopART's `autoRecomputation`.
 _STANDARD, _NORM_ONLY, _PIPELINE, _ALL = 1, 2, 3, 4
 _SHARE_WITHOUT_NORMS = 0.5  # of the activations, if norms and nonlinearities are computed again (inferred)
+
+
+Stages = Sequence[Tuple[int, Sequence[int]]]
 
 
 class IpuMemory(NamedTuple):
@@ -89,10 +93,17 @@ def estimate_memory(
     options: Options,
     usage: Usage,
     micro_batch_factor: float = 1.0,
+    is_pipeline: Optional[bool] = None,
 ) -> Tuple[IpuMemory, ...]:
-    """Return the estimate for each IPU of a replica; the micro-batch is `micro_batch_factor` times the compiled one."""
+    """Return the estimate for each IPU of a replica; the micro-batch is `micro_batch_factor` times the compiled one.
+
+    `is_pipeline`: whether the stages run at the same time; None: as the options say.
+    """
+    if is_pipeline is None:
+        strategy = options._execution_strategy
+        is_pipeline = isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
     scaled = [each.scaled(micro_batch_factor) for each in activations]
-    kept = _kept(placement, scaled, options, is_training=usage.optimizer is not None)
+    kept = _kept(scaled, options, is_pipeline, is_training=usage.optimizer is not None)
     return tuple(
         IpuMemory(
             ipu,
@@ -161,14 +172,59 @@ def _state_sizes(values: Hyperparameters) -> List[int]:
     ]
 
 
-def _kept(
-    placement: Placement, activations: Sequence[StageActivations], options: Options, is_training: bool
-) -> List[int]:
+def merged(
+    placement: Placement, activations: Sequence[StageActivations], stages: Stages
+) -> Tuple[Placement, Tuple[StageActivations, ...]]:
+    """Return a placement with other stages: the IPU of each, and the consecutive present ones of which it consists."""
+    found = [
+        (
+            _merged_placement(index, ipu, [placement.stages[each] for each in parts]),
+            [activations[each] for each in parts],
+        )
+        for index, (ipu, parts) in enumerate(stages)
+    ]
+    merged_stages = tuple(stage for stage, _ in found)
+    return (
+        dataclasses.replace(placement, stages=merged_stages),
+        tuple(_merged_activations(parts) for _, parts in found),
+    )
+
+
+def _merged_placement(index: int, ipu: int, parts: Sequence[StagePlacement]) -> StagePlacement:
+    return StagePlacement(
+        index=index,
+        ipu=ipu,
+        phase=0,
+        blocks=tuple(block for part in parts for block in part.blocks),
+        modules=tuple(module for part in parts for module in part.modules),
+        parameters=tuple(name for part in parts for name in part.parameters),
+        buffers=tuple(name for part in parts for name in part.buffers),
+        parameter_elements=sum(part.parameter_elements for part in parts),
+        parameter_bytes=sum(part.parameter_bytes for part in parts),
+        buffer_bytes=sum(part.buffer_bytes for part in parts),
+        forward_operations=sum(part.forward_operations for part in parts),
+    )
+
+
+def _merged_activations(parts: Sequence[StageActivations]) -> StageActivations:
+    """Return the activations of one stage; what enters it is what enters its first part (inferred)."""
+    segments = [0]
+    for part in parts:
+        segments[-1] += part.segments[0]
+        segments += part.segments[1:]
+    return StageActivations(
+        tuple(segments),
+        parts[0].entering if parts else 0,
+        sum(part.checkpoints for part in parts),
+        sum(part.tensors for part in parts),
+        max((part.operands for part in parts), default=0),
+    )
+
+
+def _kept(activations: Sequence[StageActivations], options: Options, is_pipeline: bool, is_training: bool) -> List[int]:
     """Return the bytes of activations that each stage keeps."""
     if not is_training:
         return [each.entering for each in activations]
-    strategy = options._execution_strategy
-    is_pipeline = isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
     last = len(activations) - 1
     default = _PIPELINE if is_pipeline and last > 0 else 0
     recomputation = int(options._Popart.options.get("autoRecomputation", default))

@@ -13,7 +13,7 @@ from poptorch.device import convolution, memory_format
 from poptorch.device.arguments import Arguments, BatchLayout, synthetic_inputs
 from poptorch.device.compilation import Trace, TraceSettings, trace
 from poptorch.device.memory import DeviceMemory
-from poptorch.device.memory_estimate import IpuMemory, Usage, check_memory, estimate_memory
+from poptorch.device.memory_estimate import IpuMemory, Stages, Usage, check_memory, estimate_memory, merged
 from poptorch.device.numerics import rounds_stochastically
 from poptorch.device.operator_check import NeedsGradients
 from poptorch.device.outputs import FINAL_LOSS_SCALE, AnchorOutputs, OutputCollector, anchors_of, check_output_period
@@ -173,12 +173,19 @@ class Program:
             replica.seed, replica.micro_batches = state
 
     def estimated_memory(
-        self, micro_batch_factor: float = 1.0, replicas: Optional[int] = None
+        self,
+        micro_batch_factor: float = 1.0,
+        replicas: Optional[int] = None,
+        stages: Optional[Stages] = None,
+        is_pipelined: bool = True,
     ) -> Tuple[IpuMemory, ...]:
         """Return the estimated memory of each IPU; see `PoplarExecutor.emulatedMemory`."""
         values = None if self.optimizer is None else self.optimizer.hyperparameters
         usage = Usage(self.memory.parameters, self.traced.trained, values, replicas or self.layout.replicas)
-        return estimate_memory(self.traced.placement, self.traced.activations, self._options, usage, micro_batch_factor)
+        placement, activations, is_pipeline = self.traced.placement, self.traced.activations, None
+        if stages is not None:
+            placement, activations, is_pipeline = *merged(placement, activations, stages), is_pipelined
+        return estimate_memory(placement, activations, self._options, usage, micro_batch_factor, is_pipeline)
 
     def upload(self) -> None:
         """Copy the host's weights and buffers to the device."""

@@ -9,7 +9,7 @@ import torch
 
 from poptorch.device import device_fault
 from poptorch.device.arguments import CompiledInputs
-from poptorch.device.memory_estimate import IpuMemory
+from poptorch.device.memory_estimate import IpuMemory, Stages
 from poptorch.device.program import MicroBatchTimes, Program
 from poptorch.errors import Error
 from poptorch.options import Options
@@ -153,11 +153,19 @@ class Measurements:
         """Return the stages and tensors on each IPU. Only the emulation has this method."""
         return self._compiled().traced.placement
 
-    def emulatedMemory(self, micro_batch_factor: float = 1.0, replicas: Optional[int] = None) -> Tuple[IpuMemory, ...]:
+    def emulatedMemory(
+        self,
+        micro_batch_factor: float = 1.0,
+        replicas: Optional[int] = None,
+        stages: Optional[Stages] = None,
+        is_pipelined: bool = True,
+    ) -> Tuple[IpuMemory, ...]:
         """Return an estimate of the memory of each IPU of a replica. Only the emulation has this method.
 
         Args:
             micro_batch_factor: the micro-batch is this factor times the compiled one.
             replicas: the replicas of this process, which share sharded tensors; default: those of the options.
+            stages: the IPU of each stage, and the compiled stages that it consists of; default: the compiled ones.
+            is_pipelined: whether such `stages` are a pipeline, else they are sharded.
         """
-        return self._compiled().estimated_memory(micro_batch_factor, replicas)
+        return self._compiled().estimated_memory(micro_batch_factor, replicas, stages, is_pipelined)

@@ -114,6 +114,8 @@ def serializedMatMul(
 ) -> torch.Tensor:
     """Return `torch.matmul(lhs, rhs)`. A device computes it in `factor` parts to save memory, the emulation at once.
 
+    The estimate of the memory counts the operands of one part.
+
     Args:
         mode: the dimension that is split: InputChannels the rows of `lhs`, ReducingDim the columns of `lhs` and rows
             of `rhs`, OutputChannels the columns of `rhs`, Disabled none.
@@ -131,9 +133,15 @@ def serializedMatMul(
     assert isinstance(keep_precision, bool), (
         f"serializedMatMul: `keep_precision` must be a bool, not {keep_precision!r}"
     )
-    if mode != MatMulSerializationMode.Disabled:
-        _check_factor(lhs, rhs, mode, factor)
-    return torch.matmul(lhs, rhs)
+    recorder = active_recorder()
+    if mode == MatMulSerializationMode.Disabled:
+        return torch.matmul(lhs, rhs)
+    _check_factor(lhs, rhs, mode, factor)
+    if recorder is None:
+        return torch.matmul(lhs, rhs)
+    whole = {MatMulSerializationMode.InputChannels: rhs, MatMulSerializationMode.OutputChannels: lhs}.get(mode)
+    with recorder.in_parts(factor, whole):
+        return torch.matmul(lhs, rhs)
 
 
 def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:

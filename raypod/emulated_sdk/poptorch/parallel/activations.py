@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Se
 
 import torch
 
-from poptorch.parallel.tracing import StageRecorder, tensors_in
+from poptorch.parallel.tracing import StageRecorder, is_view, tensors_in
 
 _INPUT = -1  # the stage that makes the inputs of the model
 
@@ -128,9 +128,20 @@ class ActivationRecorder:
             # The SDK draws the numbers of a dropout again; the last result is the mask.
             self._not_stored.update(list(results)[-1:])
         self._made.update(dict.fromkeys(results, index))
-        together = {**operands, **results}
-        sizes = (self._size(tensor) for address, tensor in together.items() if address not in self._not_stored)
-        stage.operands = max(stage.operands, sum(sizes))
+        if not is_view(operator):
+            together = {**operands, **results}
+            sizes = (
+                self._part_size(address, tensor, address in results)
+                for address, tensor in together.items()
+                if address not in self._not_stored
+            )
+            stage.operands = max(stage.operands, sum(sizes))
+
+    def _part_size(self, address: int, tensor: torch.Tensor, is_result: bool) -> int:
+        """Return the bytes of an operand or a result that one part of the operator needs."""
+        factor, whole = self._recorder.parts
+        is_whole = is_result if whole is None else address == _address(whole)
+        return self._size(tensor) if is_whole else self._size(tensor) // factor
 
     def _save(self, tensor: torch.Tensor) -> None:
         address = _address(tensor)

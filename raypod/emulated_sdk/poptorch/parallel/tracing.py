@@ -9,8 +9,9 @@ result of all other operators. The counts compare the work of stages; they do no
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -49,6 +50,13 @@ class StageUse(NamedTuple):
     operations: int
 
 
+class Parts(NamedTuple):
+    """In how many parts a device computes an operator, and the operand that each part needs; see `in_parts`."""
+
+    factor: int = 1
+    whole: Optional[torch.Tensor] = None
+
+
 class _Place(NamedTuple):
     """Block, phase and IPU of the next operation."""
 
@@ -83,6 +91,7 @@ class StageRecorder(TorchDispatchMode):
 
     Attributes:
         observers: called with each operator, its arguments and its result.
+        parts: of the next operators.
         checkpoint_observers: called with each tensor that the program marks by `recomputationCheckpoint`.
 
     Raises:
@@ -101,6 +110,7 @@ class StageRecorder(TorchDispatchMode):
         self.is_training = is_training
         self.observers: List[Callable[[Any, Tuple[Any, ...], Dict[str, Any], Any], None]] = []
         self.checkpoint_observers: List[Callable[[torch.Tensor], None]] = []
+        self.parts = Parts()
         self._strategy = strategy
         self._block_of = block_of
         both = (host_module.named_modules(), module.named_modules())
@@ -127,6 +137,20 @@ class StageRecorder(TorchDispatchMode):
         """The index of the stage of the next operation."""
         opens = not self._stages or (self._place is not None and self._stages[-1].place[1:] != self._place[1:])
         return len(self._stages) - (0 if opens else 1)
+
+    @contextlib.contextmanager
+    def in_parts(self, factor: int, whole: Optional[torch.Tensor]) -> Iterator[None]:
+        """Context for an operator that a device computes in parts.
+
+        Args:
+            factor: number of parts.
+            whole: the operand that every part needs; None if the parts are added to one result.
+        """
+        self.parts = Parts(factor, whole)
+        try:
+            yield
+        finally:
+            self.parts = Parts()
 
     def describe_module(self) -> str:
         """Return the class of the running module, and its path in the model if it is a submodule."""
@@ -247,7 +271,7 @@ def _count_operations(operator: Any, args: Tuple[Any, ...], result: Any) -> int:
     """Return the scalar operations of one call of an operator, an overload of `torch.ops`."""
     results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     first = next((item for item in results if isinstance(item, torch.Tensor)), None)
-    if first is None or _is_view(operator):
+    if first is None or is_view(operator):
         return 0
     name = operator._schema.name
     rule = _RULES.get(name)
@@ -258,7 +282,7 @@ def _count_operations(operator: Any, args: Tuple[Any, ...], result: Any) -> int:
     return first.numel()
 
 
-def _is_view(operator: Any) -> bool:
+def is_view(operator: Any) -> bool:
     """Return whether the result is a view of an argument."""
     aliases = [argument.alias_info for argument in operator._schema.arguments]
     return any(alias is not None and not alias.is_write for alias in aliases)

@@ -1,0 +1,49 @@
+"""`raypod compile`: compile the programs of a training for a target without IPUs, into the executable cache."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Optional, Sequence
+
+from raypod import planning
+from raypod.cli import show, tell
+from raypod.errors import ConfigError
+from raypod.host import sdk, torchvision_import
+from raypod.host.process import environment_variables
+from raypod.plan.environment import instance_environment
+from raypod.plan.plan import Plan
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan with the estimate of the memory, and compile training and evaluation of one instance."""
+    plan, args = planning.plan_of(argv, "raypod compile", ["--verbose"])
+    found, training = sdk.sdk_for_programs(plan.config.run.device)[0], plan.config.training
+    if found.has_ipus and training.pipeline_balance == "memory" and not training.pipeline_splits:
+        raise ConfigError(
+            "--pipeline-balance memory has used the emulated SDK in this process, which can use no other one then: use "
+            f"--pipeline-splits {','.join(plan.pipeline_splits)}"
+        )
+    if found.has_ipus:
+        # In a process of its own: it uses the emulated SDK, and a process has one SDK.
+        subprocess.run([sys.executable, "-m", "raypod", "plan", "--memory", *argv], check=False)
+    else:
+        show(planning.render_with_pipeline(plan, args.verbose))
+    environment = instance_environment(plan, plan.placement.instances[0])
+    environment.pop("PYTHONPATH")
+    with environment_variables(environment):
+        torchvision_import.install()
+        cache = _compile(plan, sdk.select_offline() if found.has_ipus else sdk.select("emulated"))
+    where = f"in {cache}" if found.has_ipus else "nowhere: the emulated SDK compiles at each start, in seconds"
+    show(f"Executables are kept {where}")
+    return 0
+
+
+def _compile(plan: Plan, selected: sdk.Sdk) -> Optional[str]:
+    """Compile with the selected SDK; return the folder of the executables."""
+    from raypod.instance import compilation, executable_cache  # they import the SDK
+
+    cache = executable_cache.folder_of(plan, selected)
+    for name, seconds in compilation.compile_programs(plan, cache):
+        tell(f"{name} compiled in {seconds:.1f} s")
+    return cache
