@@ -1,7 +1,11 @@
-"""`raypod doctor [--cluster FILE] [flags of raypod train]`: probe all hosts and print the findings."""
+"""`raypod doctor [--cluster FILE] [flags of raypod train]`: probe all hosts and print the findings.
+
+`raypod doctor --program COMMAND` checks a program instead (`program_check.py`).
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import io
 import json
@@ -21,12 +25,13 @@ from raypod.plan.cluster import LOCAL, Cluster, Host, cluster_from, read_file
 from raypod.plan.cluster_file import ClusterFile
 from raypod.plan.config import Config
 from raypod.plan.placement import Sizes, place
-from raypod.pod import file_checks, host_folders, probe, ssh
+from raypod.pod import file_checks, host_folders, probe, program_check, ssh
 from raypod.pod.finding import OK, RAY_CLUSTER, TROUBLE, WARN, Expected, Facts, Finding
 from raypod.pod.findings import examine
 from raypod.pod.listeners import MONITOR_PORTS
 from raypod.tasks.registry import schema_for
 
+_PROBE_TIMEOUT_S = 60.0
 _PACKAGES = ("ray", "torch", "torchvision", "raypod", "poptorch", "popdist", "horovod")
 _TOOLS = ("rsync", "gc-info", "gc-monitor", "vipu")
 _COLUMN_WIDTHS = (8, 15, 4)  # level, what, host
@@ -34,14 +39,15 @@ _COLUMN_WIDTHS = (8, 15, 4)  # level, what, host
 
 def doctor(argv: Sequence[str]) -> int:
     """Print the findings; return 2 if one of them prevents a run, else 0."""
-    description = "Check whether the pod is ready for a run with the same flags."
+    description = "Check whether the pod is ready for a run with the same flags; with --program whether a program is."
     parser = cli.FlagParser(prog="raypod doctor", add_help=False, description=description)
+    if any(word.partition("=")[0] == "--program" for word in argv):
+        _add_own_flags(parser)
+        parser.add_argument("-h", "--help", action="help", help="print this and exit")
+        return _check_program(parser.parse_args(argv))
     schema = schema_for(argv)
     flags.add_flags(parser, schema)
-    parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
-    parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="timeout of the probe of each host [60]"
-    )
+    _add_own_flags(parser)
     args = flags.parse_arguments(parser, argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # messages of hosts can contain what this locale cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -50,7 +56,7 @@ def doctor(argv: Sequence[str]) -> int:
     file = read_file(path) if path else None
     cluster = cluster_from(file, path or "") if file else LOCAL
     expected = _expected(cluster, resolved, file)
-    facts = probe_hosts(cluster, probe_settings(cluster, resolved), args.timeout)
+    facts = probe_hosts(cluster, probe_settings(cluster, resolved), args.timeout or _PROBE_TIMEOUT_S)
     findings = examine(expected, facts)
     if file is not None:
         checks = (file_checks.access_errors, file_checks.key_errors, file_checks.launch_errors)
@@ -68,6 +74,36 @@ def doctor(argv: Sequence[str]) -> int:
     else:
         names = [host.name for host in cluster.hosts]
         cli.show(render_findings(findings, names, cli.width_of(sys.stdout)))
+    return 2 if any(each.level == TROUBLE for each in findings) else 0
+
+
+def _add_own_flags(parser: cli.FlagParser) -> None:
+    parser.add_argument(
+        "--program",
+        metavar="COMMAND",
+        help="run a program for one call on the emulated SDK, as in --program 'python main.py', and list what an IPU "
+        "would refuse and what the emulation cannot know; only --json and --timeout apply",
+    )
+    parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help=f"timeout of the probe of each host [{_PROBE_TIMEOUT_S:g}], or of the program "
+        f"[{program_check.TIMEOUT_S:g}]",
+    )
+
+
+def _check_program(args: argparse.Namespace) -> int:
+    timeout_s = program_check.TIMEOUT_S if args.timeout is None else args.timeout
+    findings = program_check.check_program(args.program, timeout_s)
+    if args.json:
+        rows = [{"where": each.host, **dataclasses.asdict(each)} for each in findings]
+        cli.show(
+            json.dumps({"findings": [{name: row[name] for name in row if name != "host"} for row in rows]}, indent=2)
+        )
+    else:
+        cli.show(program_check.render(findings, cli.width_of(sys.stdout)))
     return 2 if any(each.level == TROUBLE for each in findings) else 0
 
 

@@ -39,7 +39,7 @@ DIRECTIONS = {
     "trained": "coordinator planning",
     "api": "coordinator planning status report trackers",
     "launcher": "fleet instance",
-    "pod": "fleet",
+    "pod": "launcher",
     "logs": "record pod",
     "report": "storage model",
     "monitor": "status pod",

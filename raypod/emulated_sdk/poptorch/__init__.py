@@ -13,7 +13,7 @@ from poptorch import _impl as _impl
 from poptorch import _logging as _logging
 from poptorch import _poplar_executor as _poplar_executor
 from poptorch import _utils as _utils
-from poptorch import enums, environment, ops, optim, options, poptorch_core, printing, profiling, testing
+from poptorch import enums, environment, findings, ops, optim, options, poptorch_core, printing, profiling, testing
 from poptorch._impl import createPoptorchError as createPoptorchError
 from poptorch.custom_operators.native_libraries import tolerate_absent
 from poptorch.data.accessor import AsynchronousDataAccessor
@@ -69,6 +69,7 @@ __all__.sort()
 
 os.environ.setdefault("RDMAV_FORK_SAFE", "1")
 environment.set_level_from_environment()
+findings.record_warnings(environment.logger)
 register_geometric()
 tolerate_absent()
 

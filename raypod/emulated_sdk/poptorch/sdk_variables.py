@@ -58,8 +58,7 @@ def warn_once(options: Options) -> None:
         Error: POPLAR_ENGINE_OPTIONS is not a JSON object.
     """
     found = dict(_without_effect(os.environ))
-    engine = {**(options._Popart.options.get("engineOptions") or {}), **_engine_options(os.environ)}
-    report = _report(engine)
+    report = _report(_all_engine_options(options))
     if report and _ENGINE_OPTIONS in found:
         found[_ENGINE_OPTIONS] = report
     elif report:
@@ -70,6 +69,15 @@ def warn_once(options: Options) -> None:
         logger.warning(
             "The emulated SDK ignores: %s.", "; ".join(f"{name} ({reason})" for name, reason in sorted(new.items()))
         )
+
+
+def host_sync_timeout_s(options: Options) -> float:
+    """Return the seconds after which an IPU ends a call: `target.hostSyncTimeout` of the engine options, else 300."""
+    return float(_all_engine_options(options).get("target.hostSyncTimeout", 300))
+
+
+def _all_engine_options(options: Options) -> Dict[str, Any]:
+    return {**(options._Popart.options.get("engineOptions") or {}), **_engine_options(os.environ)}
 
 
 def _without_effect(environment: Mapping[str, str]) -> Dict[str, str]:

@@ -1,9 +1,13 @@
-"""Strict mode: what an IPU rejects and the emulation runs is a warning, with EMULATED_POD_STRICT=1 an Error."""
+"""Strict mode: what an IPU rejects and the emulation runs is a warning, with EMULATED_POD_STRICT=1 an Error.
+
+For `raypod doctor --program` it is a finding (`findings.py`).
+"""
 
 from __future__ import annotations
 
 import os
 
+from poptorch import findings
 from poptorch.environment import logger
 from poptorch.errors import Error
 
@@ -15,8 +19,10 @@ def is_strict() -> bool:
     return os.environ.get(STRICT, "0") not in ("", "0")
 
 
-def reject(message: str) -> None:
-    """Warn that an IPU rejects the model; in strict mode raise Error."""
-    if is_strict():
+def reject(message: str, what: str = "model") -> None:
+    """Warn that an IPU rejects the model; in strict mode raise Error. `what` names the subject among findings."""
+    if findings.is_active():
+        findings.add(findings.TROUBLE, what, message)
+    elif is_strict():
         raise Error(message)
     logger.warning("%s An IPU rejects this model; %s=1 makes it an Error here.", message, STRICT)

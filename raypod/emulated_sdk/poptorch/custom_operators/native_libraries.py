@@ -10,6 +10,7 @@ from typing import Any, Callable
 
 import torch
 
+from poptorch import findings
 from poptorch.custom_operators import registry
 from poptorch.environment import logger
 
@@ -40,7 +41,7 @@ def _tolerant(load: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return load(name, *args, **kwargs)
         except OSError as error:
-            if not (_may_hold_operators(name) and registry.is_named()):
+            if not (_may_hold_operators(name) and (registry.is_named() or findings.is_active())):
                 raise
             registry.load()
             _warn(os.fspath(name), str(error))

@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.metadata
 import os
-from typing import Any, Callable, Dict, List, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 from poptorch.custom_operators.emulated import Emulation, OperatorId
 from poptorch.errors import Error
@@ -75,8 +75,7 @@ def find(operator: OperatorId) -> Emulation:
     Raises:
         poptorch.Error: there is none, or a named module cannot be imported.
     """
-    load()
-    found = _registered.get(operator) or _built_in.get(operator)
+    found = lookup(operator)
     if found is None:
         raise Error(
             f"poptorch.custom_op: the custom operator {operator} is C++ for the IPU, and the emulated SDK has no "
@@ -85,6 +84,12 @@ def find(operator: OperatorId) -> Emulation:
             f"{MODULES} names"
         )
     return found
+
+
+def lookup(operator: OperatorId) -> Optional[Emulation]:
+    """Return the implementation of an operator, or None. Raises Error if a named module cannot be imported."""
+    load()
+    return _registered.get(operator) or _built_in.get(operator)
 
 
 def is_named() -> bool:

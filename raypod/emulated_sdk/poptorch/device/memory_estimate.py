@@ -11,6 +11,7 @@ from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Se
 
 import torch
 
+from poptorch import findings
 from poptorch.environment import logger
 from poptorch.optimizers.hyperparameters import Hyperparameters
 from poptorch.options import Options, PipelinedExecution, ShardedExecution
@@ -121,13 +122,25 @@ def estimate_memory(
 def check_memory(ipus: Sequence[IpuMemory]) -> None:
     """Warn of IPUs that are nearly full, and of those whose memory does not suffice; an Error in strict mode."""
     text = ", ".join(f"IPU {each.ipu}: {100 * each.share:.0f} %" for each in ipus if each.is_nearly_full)
-    if any(each.share > 1 for each in ipus):
+    if findings.is_active():
+        for each in ipus:
+            level = findings.TROUBLE if each.share > 1 else findings.WARN if each.is_nearly_full else findings.OK
+            findings.add(level, "memory", _described(each))
+    elif any(each.share > 1 for each in ipus):
         reject(
             "Out of memory: cannot fit all variable data onto one or more IPUs, according to an estimate for a Mk2 IPU "
             f"({text} of {MEMORY_BYTES / 1e6:.0f} MB). Reduce the micro-batch, use recomputation, or use more IPUs."
         )
     elif text:
         logger.warning("By an estimate for a Mk2 IPU the memory is nearly full: %s", text)
+
+
+def _described(ipu: IpuMemory) -> str:
+    parts = ", ".join(f"{name} {ipu[index] / 1e6:.0f}" for index, name in enumerate(ipu._fields) if index)
+    share = f"{100 * ipu.share:.0f} % of {MEMORY_BYTES / 1e6:.0f} MB"
+    text = f"IPU {ipu.ipu}: {share} by an estimate for a Mk2 IPU (MB: {parts})"
+    remedy = "reduce the micro-batch, use recomputation, or use more IPUs"
+    return f"{text}; {remedy}" if ipu.is_nearly_full else text
 
 
 def _by_ipu(placement: Placement) -> Dict[int, List[StagePlacement]]:

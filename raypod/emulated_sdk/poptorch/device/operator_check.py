@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from poptorch import findings
 from poptorch.device_mode import is_on_device
 from poptorch.environment import logger
 from poptorch.parallel.operator_limits import function_limit, kernel_limit
@@ -78,7 +79,7 @@ _NO_GRADIENT = "does not require grad"  # in torch's error, where none of these 
 _STATISTICS = {F.batch_norm: (1, 2), F.instance_norm: (1, 2), torch.batch_norm: (3, 4), torch.instance_norm: (3, 4)}
 _MIXED = (
     "{} has operands in half and in float32: whether its result is half or float32 depends on how the SDK resolves "
-    "them, about which its tests, its guide and its source disagree; cast one of them. {}."
+    "them, about which its tests, its guide and its source disagree; cast one of them"
 )
 
 _References = Dict[int, Any]  # weak references to tensors, by id
@@ -182,9 +183,12 @@ class OperatorCheck:
 
     def report(self) -> None:
         """Warn of what was found; in strict mode raise Error, and warn of what an IPU may compute in two ways."""
+        if findings.is_active():
+            self._record()
+            return
         if is_strict():
             for name, places in self._mixed.items():
-                logger.warning("%s", _MIXED.format(name, _places(places)))
+                logger.warning("%s. %s.", _MIXED.format(name), _places(places))
         messages = [f"{reason}. {_places(places)}." for reason, places in self._rejected.items()]
         if self._unsupported:
             names = ", ".join(sorted(self._unsupported))
@@ -194,6 +198,14 @@ class OperatorCheck:
             )
         if messages:
             reject(" ".join(messages))
+
+    def _record(self) -> None:
+        for name, places in self._unsupported.items():
+            findings.add(findings.TROUBLE, "operator", f"{name}: PopTorch does not support it", places)
+        for reason, places in self._rejected.items():
+            findings.add(findings.TROUBLE, "forward", reason, places)
+        for name, places in self._mixed.items():
+            findings.add(findings.WARN, "precision", _MIXED.format(name), places)
 
     def _place(self, operands: List[torch.Tensor], result: Any) -> None:
         """Track the results as tensors of the device, unless there are operands and all are on the host."""

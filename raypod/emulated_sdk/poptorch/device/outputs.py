@@ -100,7 +100,10 @@ def check_output_period(mode: OutputMode, period: int, device_iterations: int) -
             f"OutputMode.EveryN returns every {period} device iterations, but a call runs only {device_iterations}"
         )
     if mode == OutputMode.EveryN and device_iterations % period:  # inferred: PopART's check of its data flow
-        reject(f"The period {period} of OutputMode.EveryN is no factor of the {device_iterations} device iterations.")
+        reject(
+            f"The period {period} of OutputMode.EveryN is no factor of the {device_iterations} device iterations.",
+            "options",
+        )
 
 
 class _NoBackward:

@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
-from poptorch import sdk_variables
+from poptorch import findings, sdk_variables
 from poptorch._args_parser import ArgsParser
 from poptorch.device import device_fault, interpreter_lock
 from poptorch.device.arguments import Arguments, BatchLayout
@@ -90,6 +90,17 @@ class PoplarExecutor(ReplicaState):
             "Trying to run a model on an offline device (ConnectionType.Never): use model.compile(inputs) instead of "
             "model(inputs)"
         )
+        if not findings.is_active():
+            return self._call(args, kwargs)
+        limit_s = sdk_variables.host_sync_timeout_s(self._options)
+        with findings.during("call", limit_s=limit_s):
+            began_s, compiled_before_s = time.perf_counter(), self._compilation_s
+            self._call(args, kwargs)
+            call_s = time.perf_counter() - began_s - (self._compilation_s - compiled_before_s)
+        micro_batches = self._compiled().layout.micro_batches
+        return findings.end_program(call_s=call_s, compile_s=self._compilation_s, micro_batches=micro_batches)
+
+    def _call(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         if self._program is None:
             self.compile(*args, **kwargs)
         program = self._compiled()
@@ -113,7 +124,7 @@ class PoplarExecutor(ReplicaState):
         if self._program is not None:
             logger.warning("compile: the model is compiled already; the call has no effect")
             return
-        with around_compilation(self._options._show_compilation_progress_bar):
+        with findings.during("compilation"), around_compilation(self._options._show_compilation_progress_bar):
             began = time.perf_counter()
             with caller_modes_disabled():
                 arguments = Arguments.of_call(self._model.forward, args, kwargs, BatchLayout.of(self._options))

@@ -17,6 +17,7 @@ from typing import Any, Callable, Dict, Iterator, Optional, Set
 
 import torch
 
+from poptorch import findings
 from poptorch.environment import logger
 from poptorch.errors import Error
 from poptorch.strict import STRICT, is_strict
@@ -78,18 +79,25 @@ def _replacement(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         place = None if is_placed or threading.get_ident() in _compiling else _place()
         if place is None:
             return original(*args, **kwargs)
+        if findings.is_active():
+            findings.add(findings.TROUBLE, "thread", _message(name, place), [Path(place).name])
+            return original(*args, **kwargs)
         _reject(name, place)
         return original(*args, **kwargs, device="meta")
 
     return create
 
 
-def _reject(name: str, place: str) -> None:
-    message = (
+def _message(name: str, place: str) -> str:
+    return (
         f"torch.{name}() without a device in the thread {threading.current_thread().name!r} ({place}), while the thread"
         f" {next(iter(_compiling.values()), '')!r} compiles a model: PopTorch then forces such tensors of the whole"
         ' process to the IPU. Pass device="cpu", or wait for the compilation.'
     )
+
+
+def _reject(name: str, place: str) -> None:
+    message = _message(name, place)
     if is_strict():
         raise Error(message)
     if place not in _warned:
