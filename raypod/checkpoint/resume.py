@@ -330,7 +330,8 @@ def _find(where: str, verify: bool) -> ResumePoint:
     if valid is None:
         if damaged:
             raise ConfigError(f"--resume {where}: {checkpoints} contains no valid checkpoint: {'; '.join(damaged)}")
-        raise ConfigError(f"--resume {where}: {_near(where) or f'{checkpoints} contains no checkpoint'}")
+        again = "; repeat the command that started the run, without --resume" if (path / CONFIG_FILE).is_file() else ""
+        raise ConfigError(f"--resume {where}: {_near(where) or f'{checkpoints} contains no checkpoint{again}'}")
     return ResumePoint(valid, tuple(damaged))
 
 

@@ -235,8 +235,9 @@ def _measured(measure: Callable[[int], int], indices: Sequence[int]) -> List[int
 
 
 def _way_out(error: Exception, sample: str) -> str:
-    """Return what to do about an image that cannot be read; a run that has begun can be resumed after each of it."""
+    """Return what to do about an image that cannot be read: true with a checkpoint and without one."""
     more = "accept more with --max-image-pixels, or " if isinstance(error, TooManyPixels) else ""
     return (
-        f"replace it and resume with --resume-anyway data_fingerprint, or {more}leave it out with --leave-out {sample}"
+        f"replace it (a run that resumes then needs --resume-anyway data_fingerprint), or {more}leave it out with "
+        f"--leave-out {sample}"
     )

@@ -188,7 +188,7 @@ def has_ended(file: LeaseFile, now_s: float, log: Log) -> bool:
     if -HEARTBEAT_S <= age_s < file.expires_after_s:
         return False
     observe_s = 2 * HEARTBEAT_S if age_s > 0 else file.expires_after_s
-    log(f"{file.path} has expired; waiting {observe_s:g} s for a heartbeat of {file}")
+    log(f"{file.path}: waiting {observe_s:g} s for a heartbeat of {file}; by its time, the last one is {_seen(age_s)}")
     deadline = time.monotonic() + observe_s
     while time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -196,6 +196,10 @@ def has_ended(file: LeaseFile, now_s: float, log: Log) -> bool:
         if now is not None and now.renewed_s != file.renewed_s:
             return False
     return True
+
+
+def _seen(age_s: float) -> str:
+    return f"{age_s:.0f} s old" if age_s >= 0 else f"{-age_s:.0f} s ahead of the clock here"
 
 
 def held(file: LeaseFile, now_s: float, way_out: str) -> LeaseHeld:

@@ -25,6 +25,7 @@ _TAG = "raypod-log"  # login shells print other lines
 _MAX_BYTES = 4 << 20  # of one file in one command
 _LIMIT_S = 30.0  # for a command
 _INTERVAL_S, _RETRY_S = 2.0, 10.0
+_SAME_CLOCK_S = 10.0  # a smaller difference of two clocks cannot be told from the time of ssh
 
 
 @dataclasses.dataclass
@@ -36,6 +37,7 @@ class Mirror:
     local: Path
     inode: str = ""  # of the original; empty until it was found
     begin: int = 0  # offset of the first byte that is shown
+    ahead_s: int = 0  # of the host's clock before the clock of this one
     size_bytes: int = 0  # so much of the original is in the copy, or was left out at its beginning
 
 
@@ -82,10 +84,14 @@ class HostLogs:
             return False
         for mirror in mirrors:
             fields = lines.get(mirror.instance)
-            if fields is not None and len(fields) == 5:
-                inode, size, modified_s, tail_bytes, times = fields
+            if fields is not None and len(fields) == 6:
+                inode, size, modified_s, now_s, tail_bytes, times = fields
+                ahead_s = int(int(now_s) - time.time())
+                mirror.ahead_s = ahead_s if abs(ahead_s) > _SAME_CLOCK_S else 0
                 times_file(mirror.local).write_bytes(_decoded(times))
-                self._begin(mirror, int(size), int(modified_s), int(tail_bytes))
+                marks = [f"{each.unix_s - mirror.ahead_s} {each.size_bytes}\n" for each in read_marks(mirror.local)]
+                times_file(mirror.local).write_text("".join(marks))
+                self._begin(mirror, int(size), int(modified_s) - mirror.ahead_s, int(tail_bytes))
                 mirror.inode = inode
         return True
 
@@ -108,7 +114,7 @@ class HostLogs:
             fields = (lines or {}).get(mirror.instance)
             if fields is None or len(fields) < 3:  # it was removed
                 continue
-            inode, size, modified_s = fields[0], int(fields[1]), int(fields[2])
+            inode, size, modified_s = fields[0], int(fields[1]), int(fields[2]) - mirror.ahead_s
             if inode != mirror.inode or size < mirror.size_bytes:  # replaced or truncated
                 mirror.local.write_bytes(b"")
                 mirror.inode, mirror.size_bytes, has_more = inode, 0, True
@@ -148,7 +154,7 @@ def _find_command(mirror: Mirror, tail: Optional[int]) -> str:
     tail_bytes = f"$(tail -n {tail} {log} | wc -c)" if tail is not None else "0"
     return (
         f"if s=$(stat -c '%i %s %Y' {log} 2>/dev/null); then "
-        f"echo {_TAG} {mirror.instance} $s {tail_bytes} =$(base64 -w0 {times} 2>/dev/null); fi"
+        f"echo {_TAG} {mirror.instance} $s $(date +%s) {tail_bytes} =$(base64 -w0 {times} 2>/dev/null); fi"
     )
 
 

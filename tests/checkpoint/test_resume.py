@@ -144,7 +144,7 @@ def test_a_folder_of_runs_or_of_checkpoints_is_an_error_that_names_the_run(
         find(make, "runs")
     with pytest.raises(ConfigError, match=r"is no run folder; did you mean runs/older\?$"):
         find(make, "runs/older/checkpoints/")
-    with pytest.raises(ConfigError, match="runs/older/checkpoints contains no checkpoint"):
+    with pytest.raises(ConfigError, match="runs/older/checkpoints contains no checkpoint; repeat the command that"):
         find(make, "runs/older")
 
 

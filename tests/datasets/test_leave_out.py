@@ -83,7 +83,7 @@ def test_a_run_continues_without_an_image_that_cannot_be_read(
     command = ["train", *flags, "--replicas", "1", "--num-instances", "1", "--fleet", "inline", "--run-dir", "run"]
     assert main(command) == 1
     error = capsys.readouterr().err
-    assert f"{names[damaged]}: Pillow does not recognize its format; replace it and resume with --resume-any" in error
+    assert f"{names[damaged]}: Pillow does not recognize its format; replace it (a run that resumes then needs" in error
     assert f"leave it out with --leave-out {damaged}" in error
     assert main(["train", "--resume", "run", "--leave-out", str(damaged)]) == 1
     error = capsys.readouterr().err

@@ -95,6 +95,23 @@ def test_only_what_is_shown_is_transferred(
     assert f"tail -c +{skipped + 1} " in fetched[0]
 
 
+@pytest.mark.parametrize("ahead_s", [-300, 300])
+def test_the_times_of_a_host_with_another_clock_are_those_of_this_one(
+    pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str], tmp_path: Path, ahead_s: int
+) -> None:
+    run, far = pod
+    times = far / "instance-1.times"
+    marks = [line.split() for line in times.read_text().splitlines()]
+    times.write_text("".join(f"{float(unix_s) + ahead_s} {size}\n" for unix_s, size in marks))
+    os.utime(str(far / "instance-1.log"), (120 + ahead_s, 120 + ahead_s))
+    (tmp_path / "bin" / "date").write_text(f"#!/bin/sh\nexec /bin/date -d '{ahead_s} seconds' \"$@\"\n")
+    (tmp_path / "bin" / "date").chmod(0o755)
+    assert main(["logs", str(run.path), "--events", "none", "--since", "108"]) == 0
+    assert output(capfd)[0][-2:] == ["instance 0 | zero", "instance 1@far | one b \u00e9"]
+    assert main(["logs", str(run.path), "--instance", "1", "--events", "none", "--since", "125"]) == 0
+    assert output(capfd)[0] == []
+
+
 def test_a_large_log_is_fetched_in_parts_and_one_on_a_shared_disk_needs_no_ssh(
     pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

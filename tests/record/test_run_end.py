@@ -4,9 +4,11 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from raypod.host import lease_file
 from raypod.host.process import process_start_ticks
 from raypod.record import run_end, run_state
 from raypod.record.run_end import RunEndWatch
@@ -57,3 +59,25 @@ def test_the_end_of_a_launch(tmp_path: Path) -> None:
         found = (watch if ended else RunEndWatch(tmp_path)).poll()
         assert found is not None
         assert found.exit_code == exit_code
+
+
+@pytest.mark.parametrize("ahead_s", [-1200, -300, 300, 1200])
+def test_the_clock_of_another_host_does_not_end_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: int
+) -> None:
+    """For the monitor, logs, report and dashboard: only a lease without new heartbeats ends."""
+    now_s = 10000.0
+    monkeypatch.setattr(run_end, "time", SimpleNamespace(monotonic=lambda: now_s, time=lambda: now_s))
+    write(tmp_path, state(host="elsewhere"))
+    holder = lease_file.Holder("owner", "elsewhere", "its boot", 1, 1, "today", lease_file.EXPIRES_AFTER_S)
+    lease = tmp_path / "lease-1.json"
+    lease.write_bytes(holder.content())
+    watch = RunEndWatch(tmp_path)
+    for _ in range(30):
+        os.utime(str(lease), (now_s + ahead_s, now_s + ahead_s))
+        assert watch.poll() is None
+        now_s += lease_file.HEARTBEAT_S
+    now_s += lease_file.EXPIRES_AFTER_S
+    found = watch.poll()
+    assert found is not None
+    assert found.exit_code is None
