@@ -102,7 +102,10 @@ class RunSection(Section):
         120, gt=0, le=MAX_TIMEOUT_S, description="timeout for each step of starting the instances"
     )
     report_timeout_s: float = Field(
-        1800, gt=0, le=MAX_TIMEOUT_S, description="timeout for the next report of an instance, including compilation"
+        1800,
+        gt=0,
+        le=MAX_TIMEOUT_S,
+        description="timeout for the next report of an instance, including compilation and loading",
     )
     stop_timeout_s: float = Field(10, gt=0, le=MAX_TIMEOUT_S, description="grace period for an instance to exit")
     max_restarts: int = Field(
