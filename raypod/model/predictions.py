@@ -73,9 +73,8 @@ def measured(task: Any, facts: TaskFacts, predictions: Mapping[str, np.ndarray])
     Raises:
         ConfigError: the task returns other metrics.
     """
-    own = {name: array for name, array in predictions.items() if name != SAMPLE}
     names = [metric.name for metric in facts.test_metrics]
-    found = task.prediction_metrics(own) if names else {}
+    found = task.prediction_metrics(_own(predictions)) if names else {}
     if not isinstance(found, dict) or set(found) != set(names):
         shown = ", ".join(map(repr, found)) if isinstance(found, dict) else f"a {type(found).__name__}"
         raise ConfigError(
@@ -86,4 +85,9 @@ def measured(task: Any, facts: TaskFacts, predictions: Mapping[str, np.ndarray])
         values = {name: float(found[name]) for name in names}
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{type(task).__name__}.prediction_metrics: a metric is a number ({error})") from None
-    return values, task.prediction_details(own)
+    return values, task.prediction_details(_own(predictions))
+
+
+def _own(predictions: Mapping[str, np.ndarray]) -> Dict[str, np.ndarray]:
+    """Return copies, which a task may change: arrays from other processes are read-only."""
+    return {name: np.array(array) for name, array in predictions.items() if name != SAMPLE}

@@ -160,6 +160,19 @@ def test_parquet_needs_pyarrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     assert "--predictions x.parquet needs pyarrow, which is not installed: pip" in capsys.readouterr().err
 
 
+def test_a_task_may_change_the_arrays_which_other_processes_send_read_only() -> None:
+    sent = np.arange(3)
+    sent.setflags(write=False)
+
+    def change(predictions: Any) -> Dict[str, Any]:
+        predictions["x"] += 1
+        return {"total": predictions["x"].sum()}
+
+    task = SimpleNamespace(prediction_metrics=change, prediction_details=change)
+    facts: Any = SimpleNamespace(test_metrics=[raypod.Metric("total")])
+    assert module.measured(task, facts, {SAMPLE: sent, "x": sent}) == ({"total": 6.0}, {"total": 6})
+
+
 def test_parquet_has_the_same_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With a table of this test: pyarrow is no dependency."""
     written: Dict[str, Any] = {}
