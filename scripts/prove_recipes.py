@@ -31,6 +31,10 @@ IMAGENET = [
     *("--replicas", "2", "--num-instances", "2", "--learning-rate", "0.004", "--warmup-updates", "20"),
 ]
 FOUR_REPLICAS = ["--replicas", "4", "--gradient-accumulation", "1"]
+STAGES = [  # for one replica of several IPUs; at least 7 micro-batches fill a pipeline of 4
+    *("--image-size", "64", "--batch-size", "4", "--gradient-accumulation", "8", "--device-iterations", "1"),
+    *("--num-workers", "1", "--replicas", "1", "--num-instances", "1", "--fleet", "inline", "--warmup-updates", "20"),
+]
 # The updates, and the flags that make a recipe small.
 SMALL: Dict[str, Tuple[int, List[str]]] = {
     "cifar10-resnet18": (
@@ -53,6 +57,14 @@ SMALL: Dict[str, Tuple[int, List[str]]] = {
     ),
     "digits": (660, []),
     "gpt-tiny": (300, ["--max-mb", "0.3"]),
+    **{
+        f"imagenet-efficientnet-{name}": (150, [*STAGES, "--learning-rate", "0.002"])
+        for name in ("b0-pod16", "b4-pod16", "b4-pod64", "b4-g1-pod16")
+    },
+    "imagenet-mobilenet-v3-small-pod4": (150, [*STAGES, "--learning-rate", "0.016"]),
+    "imagenet-mobilenet-v3-large-pod16": (150, [*STAGES, "--learning-rate", "0.016"]),
+    "imagenet-vit-b16-pod16": (100, [*STAGES, "--learning-rate", "0.0002"]),
+    "imagenet-vit-b16-lamb-pod16": (100, [*STAGES, "--learning-rate", "0.002"]),
     "imagenet-resnet50-pod4": (200, IMAGENET),
     "imagenet-resnet50-pod16": (200, [*IMAGENET, *FOUR_REPLICAS]),
     "imagenet-resnet50-pod64": (200, [*IMAGENET, *FOUR_REPLICAS, "--num-instances", "1", "--fleet", "inline"]),

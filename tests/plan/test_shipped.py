@@ -91,7 +91,7 @@ def test_files_are_listed_and_printed(monkeypatch: pytest.MonkeyPatch, capsys: A
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     assert "..." not in out
-    assert f"\n{'':32}a ResNet-101 on two IPUs, eight replicas in four\n{'':32}instances\n" in out
+    assert re.search(r"\n( {20,})64x64 with a ResNet-101 on two IPUs,\n\1eight replicas in four instances\n", out)
     assert all(name in out for kind in (shipped.RECIPES, shipped.CLUSTERS) for name in shipped.names(kind))
     assert main(["files", "pod64"]) == 0
     assert capsys.readouterr().out == (ROOT / "cluster" / "pod64.yaml").read_text()
