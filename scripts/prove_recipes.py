@@ -56,6 +56,15 @@ SMALL: Dict[str, Tuple[int, List[str]]] = {
         ],
     ),
     "digits": (660, []),
+    "gpt2-pod16": (
+        24,
+        [
+            *("--size", "tiny", "--sequence-length", "32", "--loss-tokens", "16", "--layers-per-ipu", "0,1,1,0"),
+            *("--generated-windows", "36", "--vocabulary", "60", "--dropout", "0", "--batch-size", "2"),
+            *("--gradient-accumulation", "9", "--device-iterations", "1", "--replicas", "2"),
+            *("--learning-rate", "0.003", "--loss-scaling", "128", "--recomputation-checkpoints", "blocks.?"),
+        ],
+    ),
     "gpt-tiny": (300, ["--max-mb", "0.3"]),
     **{
         f"imagenet-efficientnet-{name}": (150, [*STAGES, "--learning-rate", "0.002"])

@@ -64,6 +64,7 @@ SDK_USERS = {
     "model/optimizers",
     "model/pipeline_table",
     "instance/instance",
+    "instance/compilation",
     "instance/collectives",
     "host/sdk",
 }
