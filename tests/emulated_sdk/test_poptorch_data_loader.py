@@ -160,13 +160,15 @@ def test_batch_sampler_excludes_batch_size_shuffle_and_partitioning(conflict):
 
 
 def test_without_batch_size_nothing_is_combined():
-    data = poptorch.DataLoader(options(replicas=2), TensorDataset(torch.ones(2, 4)), batch_size=None)
+    data = poptorch.DataLoader(options(replicas=2), TensorDataset(torch.ones(2, 4)), batch_size=None, drop_last=False)
     assert data.combinedBatchSize is None
     assert [batch[0].shape for batch in data] == [(4,), (4,)]
     with pytest.raises(AttributeError, match="batch_size=None"):
         data.options  # noqa: B018
     with pytest.raises(AssertionError, match="batch_size=None"):
-        loader(8, None, 0, 2)
+        loader(8, None, 0, 2, drop_last=False)
+    with pytest.raises(ValueError, match="excludes drop_last"):
+        loader(8, None)
 
 
 @pytest.mark.parametrize(

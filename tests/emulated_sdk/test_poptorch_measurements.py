@@ -74,6 +74,12 @@ def test_the_batch_size_that_a_model_is_compiled_for():
     assert training._executable_inputs is None
 
 
+def anchored(opts, *anchors):
+    for anchor in anchors:
+        opts.anchorTensor(*anchor)
+    return opts
+
+
 def test_names_of_tensors():
     training = classifier()
     training.compile(*batch(4))
@@ -85,8 +91,8 @@ def test_names_of_tensors():
 
 
 def test_anchored_gradients_equal_those_of_torch():
-    opts = options(2, 2).anchorTensor("bias", "Gradient___linear.bias", All).anchorTensor("in", "Gradient___images")
-    opts.anchorTensor("conv", "Gradient___conv/Conv2d:0", All).anchorTensor("out", "conv/Conv2d:0", All)
+    opts = anchored(options(2, 2), ("bias", "Gradient___linear.bias", All), ("in", "Gradient___images"))
+    anchored(opts, ("conv", "Gradient___conv/Conv2d:0", All), ("out", "conv/Conv2d:0", All))
     training = classifier(opts)
     images, labels = batch(8)
     training(images, labels)
@@ -127,7 +133,7 @@ def test_an_anchor_has_its_own_output_mode_or_that_of_the_model(of_the_model, of
 
 
 def test_anchors_of_inference_and_unknown_names():
-    inference = poptorch.inferenceModel(nn.Sequential(nn.ReLU()), options().anchorTensor("act", "0/ReLU:0"))
+    inference = poptorch.inferenceModel(nn.Sequential(nn.ReLU()), anchored(options(), ("act", "0/ReLU:0")))
     with pytest.raises(AssertionError, match="before calling getTensorNames"):
         inference.getTensorNames()
     inference.compile(torch.ones(1))
@@ -138,13 +144,13 @@ def test_anchors_of_inference_and_unknown_names():
     with pytest.raises(AssertionError, match="No tensor with name 'other' found.*anchored are act"):
         inference.getAnchoredTensor("other")
     with pytest.raises(poptorch.Error, match="getTensorNames"):
-        poptorch.inferenceModel(nn.ReLU(), options().anchorTensor("g", "Gradient___input"))(torch.ones(1))
+        poptorch.inferenceModel(nn.ReLU(), anchored(options(), ("g", "Gradient___input")))(torch.ones(1))
 
 
 def test_buffers_and_the_final_loss_scale_can_be_anchored():
     model = Line()
     model.register_buffer("offset", torch.tensor([3.0]))
-    opts = options().anchorTensor("b", "offset").anchorTensor("scale", "finalLossScale")
+    opts = anchored(options(), ("b", "offset"), ("scale", "finalLossScale"))
     opts.Training.setAutomaticLossScaling(True)
     training = wrapped(model, opts, loss_scaling=8.0)
     training(torch.ones(1))
@@ -222,6 +228,6 @@ def test_an_overflow_in_the_update_raises_with_floating_point_exceptions():
 
 
 def test_updated_weights_are_anchored_after_each_update():
-    training = wrapped(Line(), options(iterations=3).anchorTensor("weight", "UpdatedVar___model.weight", All), lr=0.25)
+    training = wrapped(Line(), anchored(options(iterations=3), ("weight", "UpdatedVar___model.weight", All)), lr=0.25)
     training(torch.ones(3))
     assert training.getAnchoredTensor("weight").tolist() == [0.75, 0.5, 0.25]

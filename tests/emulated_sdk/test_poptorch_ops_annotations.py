@@ -172,7 +172,7 @@ def test_multi_conv_needs_a_value_for_each_convolution_and_none_restores_the_def
     multi = poptorch.MultiConv().availableMemoryProportions([0.1, 0.2, 0.3]).partialsTypes(torch.half)
     with pytest.raises(poptorch.Error, match="has 3 values, but there are 2 convolutions"):
         poptorch.trainingModel(convolutions(multi), options())(IMAGE)
-    multi = multi.availableMemoryProportions(None).partialsTypes(None).enableConvDithering(None)
+    multi = multi.availableMemoryProportions(None).partialsTypes(torch.float).enableConvDithering(None)
     assert poptorch.trainingModel(convolutions(multi), options())(IMAGE).dim() == 0
 
 

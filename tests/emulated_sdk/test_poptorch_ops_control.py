@@ -131,13 +131,13 @@ def test_dynamic_slice_equals_python_slice(data, length, step):
     start = data.draw(st.integers(0, length - 1))
     size = data.draw(st.integers(1, length - start))
     x = torch.arange(float(length))
-    assert torch.equal(poptorch.dynamic_slice(x, 0, start, size, step), x[start : start + size : step])
+    assert torch.equal(poptorch.dynamic_slice(x, 0, torch.tensor(start), size, step), x[start : start + size : step])
 
 
 def test_dynamic_ops_are_differentiable():
     x, src = torch.ones(4, requires_grad=True), torch.ones(2, requires_grad=True)
     updated = poptorch.dynamic_update(x, src, -1, torch.tensor(1), 2)
-    poptorch.dynamic_slice(updated, 0, 2, 2, 1).sum().backward()
+    poptorch.dynamic_slice(updated, 0, torch.tensor(2), 2, 1).sum().backward()
     assert x.grad.tolist() == [0.0, 0.0, 0.0, 1.0]
     assert src.grad.tolist() == [0.0, 1.0]
 
@@ -146,8 +146,12 @@ def test_dynamic_ops_are_differentiable():
     ("call", "message"),
     [
         (lambda x: poptorch.dynamic_slice([1], 0, 0, 1, 1), "`tensor` must be a tensor"),
-        (lambda x: poptorch.dynamic_slice(x, 1, 0, 1, 1), "the tensor has 1 dimensions"),
-        (lambda x: poptorch.dynamic_slice(x, 0, 3, 2, 1), r"slice \[3 : 5\] exceeds dimension 0, which has 4"),
+        (lambda x: poptorch.dynamic_slice(x, 1, torch.tensor(0), 1, 1), "the tensor has 1 dimensions"),
+        (lambda x: poptorch.dynamic_slice(x, 0, 0, 1, 1), "`start` must be a tensor"),
+        (
+            lambda x: poptorch.dynamic_slice(x, 0, torch.tensor(3), 2, 1),
+            r"slice \[3 : 5\] exceeds dimension 0, which has 4",
+        ),
         (lambda x: poptorch.dynamic_slice(x, 0, torch.tensor(-1), 2, 1), r"slice \[-1 : 1\]"),
         (lambda x: poptorch.dynamic_slice(x, 0, torch.tensor(1.0), 2, 1), "`start` must be one integer, not float32"),
         (
@@ -155,10 +159,13 @@ def test_dynamic_ops_are_differentiable():
             r"`start` must be one integer, not int32 \[2\]",
         ),
         (lambda x: poptorch.dynamic_slice(x, 0, 0, torch.tensor(2), 1), "`size` must be a constant int"),
-        (lambda x: poptorch.dynamic_slice(x, 0, 0, 2, 0), "`step` must be a constant int of at least 1"),
-        (lambda x: poptorch.dynamic_update(x, x, 0, 0, 2), r"`src` is float32 \[4\], but the slice .* float32 \[2\]"),
-        (lambda x: poptorch.dynamic_update(x, x[:2].to(torch.int64), 0, 0, 2), r"`src` is int32 \[2\]"),
-        (lambda x: poptorch.dynamic_update(x, x, 0, 1, 4), r"slice \[1 : 5\]"),
+        (lambda x: poptorch.dynamic_slice(x, 0, torch.tensor(0), 2, 0), "`step` must be a constant int of at least 1"),
+        (
+            lambda x: poptorch.dynamic_update(x, x, 0, torch.tensor(0), 2),
+            r"`src` is float32 \[4\], but the slice .* float32 \[2\]",
+        ),
+        (lambda x: poptorch.dynamic_update(x, x[:2].to(torch.int64), 0, torch.tensor(0), 2), r"`src` is int32 \[2\]"),
+        (lambda x: poptorch.dynamic_update(x, x, 0, torch.tensor(1), 4), r"slice \[1 : 5\]"),
     ],
 )
 def test_dynamic_ops_reject_invalid_arguments(call, message):

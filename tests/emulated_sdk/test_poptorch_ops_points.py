@@ -25,7 +25,7 @@ def test_fps_takes_the_farthest_points():
 @given(st.integers(1, 8), st.integers(1, 8), st.floats(0.05, 1.0), st.integers(0, 100))
 def test_fps_samples_each_cloud_independently(first, second, ratio, seed):
     src = points(first + second, seed)
-    taken = poptorch.fps(src, torch.tensor([0, first, first + second]), ratio)
+    taken = poptorch.fps(src, [0, first, first + second], ratio)
     alone = torch.cat(
         [poptorch.fps(src[:first], [0, first], ratio), first + poptorch.fps(src[first:], [0, second], ratio)]
     )

@@ -204,7 +204,7 @@ def test_added_attribute_warns_once(caplog, is_relaxed):
 
 def test_values_that_differ_within_a_group_warn(caplog):
     model = seeded()
-    optimizer = poptorch.optim.AdamW(model.parameters())
+    optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.001)
     training = poptorch.trainingModel(model, options(2), optimizer)
     training.compile(*batch(4))
     state = optimizer.state_dict()

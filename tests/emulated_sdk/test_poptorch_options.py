@@ -90,11 +90,8 @@ def test_distributed_options_are_read_from_variables(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
     opts = Options().replicationFactor(2).outputMode(poptorch.OutputMode.All)
     assert (opts.Distributed.processId, opts.Distributed.numProcesses) == (3, 4)
-    values = opts.toDict()
-    assert values["enableDistributedReplicatedGraphs"] is True
-    assert (values["globalReplicationFactor"], values["globalReplicaOffset"]) == (8, 6)
+    assert opts.toDict()["num_distributed_processes"] == 4
     assert opts.Distributed.disable().numProcesses == 1
-    assert "globalReplicationFactor" not in opts.toDict()
     monkeypatch.setenv("SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert opts.Distributed.setEnvVarNames("SIZE", "RANK").processId == 1

@@ -119,7 +119,9 @@ def test_in_place_operators_change_half_tensors():
 def test_gradients_of_float_weights_of_a_half_program_are_float_and_train():
     model = Function(lambda x, w: poptorch.identity_loss(model.layer(x), "sum"))
     model.layer = nn.Linear(4, 3)
-    opts = options().anchorTensor("gradient", "Gradient___layer.weight").anchorTensor("out", "layer/Linear:0")
+    opts = options()
+    opts.anchorTensor("gradient", "Gradient___layer.weight")
+    opts.anchorTensor("out", "layer/Linear:0")
     before = model.layer.weight.detach().clone()
     training = wrapped(model, opts, lr=1e-5)
     assert training(torch.ones(2, 4, dtype=HALF)).dtype == HALF

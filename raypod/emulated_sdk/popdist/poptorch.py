@@ -28,6 +28,8 @@ class Options(poptorch.Options):
     """
 
     def __init__(self, ipus_per_replica: int = 1) -> None:
+        if not isinstance(ipus_per_replica, int):
+            raise TypeError(f"popdist.poptorch.Options: ipus_per_replica must be an int, got {ipus_per_replica!r}")
         launched = popdist.getNumIpusPerReplica()
         if popdist.isPopdistEnvSet() and ipus_per_replica not in (1, launched):
             raise RuntimeError(

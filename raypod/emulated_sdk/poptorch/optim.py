@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, Iterable, Optional, Tuple
 
 import torch
 
+from poptorch.environment import logger
 from poptorch.optimizers.rules import OWN_GROUP_ATTRIBUTES, RULES, Rule, lamb, update_all
 
 __all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
@@ -83,7 +84,7 @@ class Optimizer:
     def __getstate__(self) -> Dict[str, Any]:
         # A copy includes the state on the device, but not the device.
         own = {name: getattr(self, name) for name in ("_own", "variable_attrs", *self._own)}
-        device = self.get_state_dict()
+        device = self._device_state()
         copied = {"_ipu_state": device["ipu_state"], "_ipu_param": device["ipu_param"], "_fetch": None}
         torch_state: Dict[str, Any] = super().__getstate__()  # type: ignore[misc]
         return {**torch_state, **own, **copied, "_host_is_newer": self.has_state()}
@@ -93,8 +94,7 @@ class Optimizer:
 
         Copies the state from the device if the device has a newer one.
         """
-        torch_state: Dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return {**self.get_state_dict(), **torch_state}
+        return self.get_state_dict()
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Load a `state_dict()`; the next call copies it to the device.
@@ -109,7 +109,11 @@ class Optimizer:
         self.set_state_dict(state)
 
     def get_state_dict(self) -> Dict[str, Any]:
-        """Return the device's part of `state_dict()`."""
+        """Return the same as `state_dict()`."""
+        torch_state: Dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        return {**self._device_state(), **torch_state}
+
+    def _device_state(self) -> Dict[str, Any]:
         if self._fetch is not None and not self._host_is_newer:
             self._fetch()
         return {"ipu_state": self._ipu_state, "ipu_param": self._ipu_param}
@@ -149,7 +153,8 @@ class Optimizer:
 
     def _add_own_attributes(self, rule: Rule, given: Dict[str, Any]) -> None:
         host: Any = self
-        for name in (name for name in rule.group if name in OWN_GROUP_ATTRIBUTES):
+        unused = () if given.get("use_combined_accum") else ("velocity_scaling",)
+        for name in (name for name in rule.group if name in OWN_GROUP_ATTRIBUTES and name not in unused):
             host.defaults.setdefault(name, given.get(name, rule.group[name]))
             for group in host.param_groups:
                 group.setdefault(name, host.defaults[name])
@@ -158,7 +163,7 @@ class Optimizer:
         for name, default in own.items():
             setattr(self, name, given.get(name, default))
         allowed = [*rule.group, *rule.scalars]
-        self.variable_attrs = VariableAttributes(["lr", *(name for name in allowed if name in given)], allowed)
+        self.variable_attrs = VariableAttributes((name for name in allowed if name in given), allowed)
 
 
 def _check_arguments(given: Dict[str, Any]) -> None:
@@ -172,6 +177,9 @@ def _check_arguments(given: Dict[str, Any]) -> None:
             raise ValueError(f"{name} must be positive, not {value}")
         if name in ("lr", "eps", "weight_decay") and value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
+    is_combined = bool(given.get("use_combined_accum"))
+    if "velocity_scaling" in given and not is_combined:
+        logger.warning("velocity_scaling has no effect without use_combined_accum=True")
     ignored = [name for name in _IGNORED if given.get(name)]
     if ignored:
         warnings.warn(f"poptorch.optim ignores {', '.join(ignored)}: they select a kernel on the host", stacklevel=4)

@@ -10,21 +10,15 @@ __all__ = ["allclose"]
 
 
 def allclose(ref: Any, other: Any) -> bool:
-    """Return whether two results are close by `torch.allclose`.
+    """Return whether two results are close by `torch.allclose`: tensors, or equally nested tuples and lists of them.
 
-    Compares tensors, and equally nested tuples, lists and dicts of them. Shapes must be equal; dtypes may differ, as
-    the device narrows them (e.g. int64 to int32). Values that are not tensors must be equal.
+    Raises:
+        TypeError: a value of `ref` is neither, or that of `other` is no tensor.
+        RuntimeError: two tensors have different dtypes.
     """
     if isinstance(ref, torch.Tensor):
-        return isinstance(other, torch.Tensor) and ref.shape == other.shape and _is_close(ref, other)
-    if isinstance(ref, dict):
-        return isinstance(other, dict) and ref.keys() == other.keys() and all(allclose(ref[k], other[k]) for k in ref)
-    if isinstance(ref, (tuple, list)):
-        is_sequence = isinstance(other, (tuple, list)) and len(ref) == len(other)
-        return is_sequence and all(map(allclose, ref, other))
-    return bool(ref == other)
-
-
-def _is_close(ref: torch.Tensor, other: torch.Tensor) -> bool:
-    common = torch.promote_types(ref.dtype, other.dtype)
-    return torch.allclose(ref.to(common), other.to(common))
+        return torch.allclose(other, ref)
+    if not isinstance(ref, (tuple, list)):
+        raise TypeError(f"poptorch.testing.allclose takes tensors, tuples and lists, not {type(ref).__name__}")
+    kind = tuple if isinstance(ref, tuple) else list
+    return isinstance(other, kind) and len(ref) == len(other) and all(map(allclose, ref, other))

@@ -18,7 +18,7 @@ from poptorch.enums import MatMulSerializationMode, OverlapMode
 from poptorch.errors import Error
 from poptorch.ops.annotations import (
     NameScope,
-    identity_loss,
+    marked_loss,
     nop,
     recomputationCheckpoint,
     set_available_memory,
@@ -52,6 +52,11 @@ __all__ = [
     "set_overlap_for_input",
     "set_overlap_for_output",
 ]
+
+
+def identity_loss(x: torch.Tensor, reduction: int) -> torch.Tensor:
+    """As `poptorch.identity_loss`, with the number of the reduction: 0 sum, 1 mean, 2 none."""
+    return marked_loss(x, reduction)
 
 
 def push_name_scope(name: str) -> None:

@@ -34,12 +34,13 @@ def custom_op(
         ValueError: other attributes.
         poptorch.Error: on the device: there is no implementation, or it returns other outputs.
     """
-    for key, value in (attributes or {}).items():
+    attributes = {} if attributes is None else attributes
+    for key, value in attributes.items():
         _check_attribute(key, value)
     examples = list(example_outputs)
     if not is_on_device():
         return [torch.zeros_like(output, requires_grad=output.requires_grad) for output in examples]
-    return _on_device(inputs, OperatorId(name, domain, domain_version), examples, attributes or {})
+    return _on_device(inputs, OperatorId(name, domain, domain_version), examples, attributes)
 
 
 def custom_operation(

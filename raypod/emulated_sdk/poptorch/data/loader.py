@@ -61,7 +61,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
     ) -> None:
         assert isinstance(options, Options), f"The first argument must be a poptorch.Options, not {options!r}"
         mode = DataLoaderMode(mode)
-        _check_batch_size(batch_size)
+        _check_batch_size(batch_size, drop_last, batch_sampler)
         options._freeze()
         self._poptorch_options, self._has_options = options, batch_size is not None
         to_combine = _batches_to_combine(options)
@@ -144,11 +144,15 @@ def _batches_to_combine(options: Options) -> int:
     return int(steps * input_groups)
 
 
-def _check_batch_size(batch_size: Optional[int]) -> None:
+def _check_batch_size(batch_size: Optional[int], drop_last: bool, batch_sampler: Any) -> None:
     # Here, as torch gets only the combined batch size.
     is_integer = isinstance(batch_size, int) and not isinstance(batch_size, bool)
     if batch_size is not None and not (is_integer and batch_size > 0):
         raise ValueError(f"batch_size must be a positive integer or None, got {batch_size!r}")
+    if not isinstance(drop_last, bool):
+        raise ValueError(f"drop_last must be a bool, got {drop_last!r}")
+    if batch_size is None and batch_sampler is None and drop_last:
+        raise ValueError("batch_size=None makes no batches, so it excludes drop_last: pass drop_last=False")
 
 
 def _rebatched_size(
@@ -160,6 +164,7 @@ def _rebatched_size(
             "DataLoaderMode.AsyncRebatched needs a batch size: pass "
             + ("batch_size" if batch_size is None else "a batch_sampler with the attribute batch_size")
         )
+    assert mode != DataLoaderMode.AsyncRebatched or combined != 1, "DataLoaderMode.AsyncRebatched needs several samples"
     is_rebatched = mode == DataLoaderMode.AsyncRebatched or (mode == DataLoaderMode.Async and not drop_last)
     return combined if is_rebatched and combined is not None and combined > 1 else None
 
@@ -169,8 +174,7 @@ def _batching(
 ) -> Dict[str, Any]:
     """Return the arguments of torch's data loader without a batch sampler."""
     size = combined if rebatched is None else worker_size or rebatched
-    # torch does not accept drop_last with batch_size=None.
-    return {"batch_size": size, "drop_last": drop_last and size is not None and rebatched is None}
+    return {"batch_size": size, "drop_last": drop_last and rebatched is None}
 
 
 def _check_async(

@@ -28,7 +28,7 @@ _active = threading.local()  # the `MultiConv` of this thread
 
 
 def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:
-    """Mark `x` as a loss, reduced by "sum", "mean" or "none" (0, 1 and 2 as in the SDK).
+    """Mark `x` as a loss, reduced by "sum", "mean" or "none".
 
     On the host it is the plain differentiable reduction.
 
@@ -38,12 +38,18 @@ def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:
     Raises:
         AssertionError: another reduction.
     """
+    assert isinstance(reduction, str), f"Unsupported reduction {reduction!r}: use 'sum', 'mean' or 'none'"
+    return marked_loss(x, reduction)
+
+
+def marked_loss(x: torch.Tensor, reduction: Union[int, str]) -> torch.Tensor:
+    """As `identity_loss`; also takes the numbers that the operator `torch.ops.poptorch.identity_loss` takes."""
     loss = _reduced(x, reduction)
     mode = active_mode()
     return loss if mode is None else mode.mark(loss)
 
 
-def _reduced(x: torch.Tensor, reduction: str) -> torch.Tensor:
+def _reduced(x: torch.Tensor, reduction: Union[int, str]) -> torch.Tensor:
     if reduction in ("sum", 0):
         return x.sum()
     if reduction in ("mean", 1):
@@ -81,11 +87,12 @@ def recomputationCheckpoint(*tensors: Any) -> Any:
     Affects the estimate of the memory only: the emulation stores all tensors.
 
     Returns:
-        A tensor for one tensor, a tuple for several, and the same type of sequence for a single list or tuple.
+        A tensor for one tensor, a tuple for several, and the same type of sequence for a single list or tuple. As in
+        the SDK, a list of one tensor gives the list of its rows.
     """
     if len(tensors) == 1:
         if isinstance(tensors[0], (list, tuple)):
-            return type(tensors[0])([_view(tensor) for tensor in tensors[0]])
+            return type(tensors[0])(recomputationCheckpoint(*tensors[0]))
         return _view(tensors[0])
     return tuple(_view(tensor) for tensor in tensors)
 
@@ -240,7 +247,7 @@ class MultiConv:
 
     def partialsTypes(self, value: Union[torch.dtype, Sequence[torch.dtype]]) -> MultiConv:
         """Set the dtype of partial sums of each convolution; ValueError unless torch.float32 or torch.float16."""
-        values = value if isinstance(value, (tuple, list)) else [] if value is None else [value]
+        values = value if isinstance(value, (tuple, list)) else [value]
         for dtype in values:
             if dtype not in _PARTIALS:
                 raise ValueError(f"Invalid partials types. Expected torch.float32 or torch.float16, got {dtype!r}")

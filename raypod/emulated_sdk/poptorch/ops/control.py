@@ -8,7 +8,7 @@ device.
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Tuple, Union
+from typing import Any, Callable, List, Tuple
 
 import torch
 
@@ -18,7 +18,6 @@ from poptorch.ops.arguments import ArgumentError, Signature, checked_callable, c
 from poptorch.parallel.tracing import active_recorder
 
 _Body = Callable[..., Any]
-_Start = Union[int, torch.Tensor]
 
 
 def for_loop(count: int, body: _Body, inputs: List[torch.Tensor]) -> List[torch.Tensor]:
@@ -82,11 +81,11 @@ def cond(
     return then_outputs if is_true else else_outputs
 
 
-def dynamic_slice(tensor: torch.Tensor, dim: int, start: _Start, size: int, step: int) -> torch.Tensor:
+def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int, step: int) -> torch.Tensor:
     """Return a copy of `tensor[start : start + size : step]` along `dim`, with ceil(size / step) elements there.
 
     Args:
-        start: an int, or a tensor of one integer.
+        start: a tensor of one integer.
         size, step: constants of at least 1.
 
     Raises:
@@ -98,11 +97,11 @@ def dynamic_slice(tensor: torch.Tensor, dim: int, start: _Start, size: int, step
     return tensor.narrow(dim, begin, size)[(slice(None),) * dim + (slice(None, None, step),)].clone()
 
 
-def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: _Start, size: int) -> torch.Tensor:
+def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torch.Tensor, size: int) -> torch.Tensor:
     """Return a copy of `input` whose slice [start : start + size] along `dim` is `src`; differentiable in both.
 
     Args:
-        start: an int, or a tensor of one integer.
+        start: a tensor of one integer.
         size: a constant of at least 1.
 
     Raises:
@@ -174,7 +173,7 @@ def _copies(values: List[Any]) -> List[Any]:
     return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
 
 
-def _slice_start(op: str, tensor: torch.Tensor, dim: int, start: _Start, size: int) -> Tuple[int, int]:
+def _slice_start(op: str, tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int) -> Tuple[int, int]:
     """Return the non-negative dimension and the start of a slice; ArgumentError if it exceeds the tensor."""
     checked_int(op, "size", size, minimum=1)
     checked_int(op, "dim", dim, minimum=-tensor.dim())
@@ -192,9 +191,8 @@ def _slice_start(op: str, tensor: torch.Tensor, dim: int, start: _Start, size: i
     return dim, begin
 
 
-def _checked_start(op: str, start: _Start) -> int:
-    if not isinstance(start, torch.Tensor):
-        return checked_int(op, "start", start, minimum=0)
+def _checked_start(op: str, start: torch.Tensor) -> int:
+    checked_tensor(op, "start", start)
     if start.numel() != 1 or start.is_floating_point() or start.dtype == torch.bool:
         raise ArgumentError(f"poptorch.{op}: `start` must be one integer, not {Signature.of([start])}")
     return int(start.item())

@@ -127,8 +127,10 @@ def ipu_print_tensor(  # noqa: PLR0913  # the SDK's signature
 
     Raises:
         ValueError: any other format.
+        TypeError: `print_gradient` is no bool or number.
     """
     checked_tensor("ipu_print_tensor", "tensor", tensor)
+    prints_gradient = int(print_gradient)  # as in the SDK: an exception for what is no number
     style = PrintFormat(
         summarise_threshold, edge_items, max_line_width, digits, float_format, separator, open_bracket, close_bracket
     )
@@ -136,7 +138,7 @@ def ipu_print_tensor(  # noqa: PLR0913  # the SDK's signature
     printed = tensor.clone()
     if is_on_device() and compiling_mode() is None:
         _print(title or "print_tensor", tensor, style)
-        if print_gradient and printed.requires_grad:
+        if prints_gradient and printed.requires_grad:
             printed.register_hook(  # type: ignore[no-untyped-call]
                 lambda gradient: _print(f"{title or 'print_tensor'}_gradient", gradient, style)
             )

@@ -14,7 +14,7 @@ _Indices = Union[torch.Tensor, Sequence[int]]
 _DISTANCES = 2**22  # that `nearest` computes at a time
 
 
-def fps(src: torch.Tensor, ptr: _Indices, ratio: float = 0.5, random_start: bool = False) -> torch.Tensor:
+def fps(src: torch.Tensor, ptr: List[int], ratio: float = 0.5, random_start: bool = False) -> torch.Tensor:
     """Farthest point sampling: from each cloud, repeatedly take the point farthest from those already taken.
 
     Args:
@@ -29,6 +29,9 @@ def fps(src: torch.Tensor, ptr: _Indices, ratio: float = 0.5, random_start: bool
     Raises:
         poptorch.Error and ValueError: other arguments.
     """
+    for name, value, kind in (("ptr", ptr, list), ("ratio", ratio, float), ("random_start", random_start, bool)):
+        if not isinstance(value, kind):
+            raise ArgumentError(f"poptorch.fps: `{name}` must be a {kind.__name__}, not {value!r}")
     points = _points("fps", "src", src)
     bounds = _bounds(ptr, len(points))
     if not 0 < ratio <= 1:

@@ -12,7 +12,7 @@ import torch
 
 from poptorch import enums
 from poptorch.errors import ConfigFileError
-from poptorch.options.base import apply_file, apply_json, is_integer, names, path_text
+from poptorch.options.base import apply_file, apply_json, check_member, is_integer, names, path_text
 from poptorch.options.groups import (
     DiagnosticOptions,
     TensorLocationSettings,
@@ -158,6 +158,7 @@ class Options(DiagnosticOptions):
             raise ValueError(
                 "Input replica grouping takes Consecutive, Orthogonal or NoGrouping, not CommGroupType.All"
             )
+        check_member(input_group_type, enums.CommGroupType)
         if input_group_type == enums.CommGroupType.NoGrouping:
             input_group_size, input_group_type = 1, enums.CommGroupType.Consecutive
         is_size = is_integer(input_group_size) and input_group_size > 0
@@ -171,7 +172,10 @@ class Options(DiagnosticOptions):
 
     def outputMode(self: _Self, output_mode: enums.OutputMode, output_return_period: int | None = None) -> _Self:
         """Set which micro-batches' outputs a call returns. EveryN needs a period of at least 1 (AssertionError)."""
+        check_member(output_mode, enums.OutputMode)
         period = _period(output_mode, output_return_period)
+        if output_mode != enums.OutputMode.EveryN and output_return_period:
+            period = output_return_period  # stored without effect, as in the SDK, which checks only its type
         self.set(output_mode=output_mode, output_return_period=period)
         return self
 
@@ -180,12 +184,12 @@ class Options(DiagnosticOptions):
         return bool(self.output_mode == enums.OutputMode.Default)
 
     def anchorTensor(
-        self: _Self,
+        self,
         short_name: str,
         long_name: str,
         output_mode: enums.OutputMode | None = None,
         output_return_period: int | None = 1,
-    ) -> _Self:
+    ) -> None:
         """Make `getAnchoredTensor(short_name)` return the internal tensor `long_name` (see `getTensorNames()`).
 
         Without an output mode the tensor has the output mode and period of the model's outputs.
@@ -193,9 +197,10 @@ class Options(DiagnosticOptions):
         self.checkIsFrozen("anchored_tensors")
         named = isinstance(short_name, str) and isinstance(long_name, str)
         assert named, f"The names of an anchor must be strings, got {short_name!r} and {long_name!r}"
-        mode = None if output_mode is None else enums.OutputMode(output_mode)
-        self.anchored_tensors[short_name] = [long_name, mode is None, mode, _period(mode, output_return_period)]
-        return self
+        if output_mode is not None:
+            check_member(output_mode, enums.OutputMode)
+        period = _period(output_mode, output_return_period)
+        self.anchored_tensors[short_name] = [long_name, output_mode is None, output_mode, period]
 
     def broadcastBuffers(self: _Self, broadcast_buffers: bool = True) -> _Self:
         """With True, a forward that changes a buffer raises an error if there are several input groups."""
@@ -259,11 +264,13 @@ class Options(DiagnosticOptions):
 
     def connectionType(self: _Self, connection_type: enums.ConnectionType) -> _Self:
         """Set when the device is acquired; with Never every call raises an error."""
+        check_member(connection_type, enums.ConnectionType)
         self.set(connection_type=connection_type)
         return self
 
     def syncPattern(self: _Self, sync_pattern: enums.SyncPattern) -> _Self:
         """Set how the IPUs of a replica synchronize."""
+        check_member(sync_pattern, enums.SyncPattern)
         self.set(sync_pattern=sync_pattern)
         return self
 
@@ -309,21 +316,10 @@ class Options(DiagnosticOptions):
     def toDict(self) -> Dict[str, Any]:
         """Return all values as one flat dictionary of plain Python objects; AssertionError without an output mode."""
         assert not self.defaultOutputMode(), "An output mode must be picked before serialisation"
-        merged = {**self._execution_strategy.backendOptions(), **self._popart.options, **self._replica_offsets()}
+        merged = {**self._execution_strategy.backendOptions(), **self._popart.options}
         for group in (self._training, self._distributed, self._tensor_locations):
             merged = group.update(merged)
         return self.update(merged)
-
-    def _replica_offsets(self) -> Dict[str, Any]:
-        """Return the compiler options that several processes add."""
-        distributed = self._distributed
-        if distributed.numProcesses == 1:
-            return {}
-        return {
-            "enableDistributedReplicatedGraphs": True,
-            "globalReplicationFactor": distributed.numProcesses * self.replication_factor,
-            "globalReplicaOffset": distributed.processId * self.replication_factor,
-        }
 
     def clone(self: _Self) -> _Self:
         """Return an unfrozen deep copy."""

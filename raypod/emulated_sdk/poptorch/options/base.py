@@ -7,10 +7,9 @@ import enum
 import functools
 import importlib
 import json
-import numbers
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Dict, List, Mapping, Tuple, TypeVar
+from typing import Any, ClassVar, Dict, List, Mapping, Tuple, Type, TypeVar
 
 import torch
 
@@ -77,7 +76,8 @@ class OptionsDict:
     def deleteIfExists(self, option: str) -> None:
         """Remove the option's value, if it has one."""
         self.checkIsFrozen(option)
-        self._values.pop(option, None)
+        if self.exists(option):
+            del self._values[option]
 
     def checkIsFrozen(self, option: str | None = None) -> None:
         """Raise AttributeError if the options are frozen."""
@@ -139,8 +139,13 @@ class OptionsDict:
 
 
 def is_integer(value: Any) -> bool:
-    """Return whether the value is an integer, including NumPy's; bool does not count."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    """Return whether the value is an integer of Python; neither bool nor NumPy's count, as in the SDK."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_member(value: Any, enumeration: Type[enum.Enum]) -> None:
+    """Raise AssertionError unless the value is a member of the enumeration itself: not its number."""
+    assert isinstance(value, enumeration), f"expected a member of poptorch.{enumeration.__name__}, got {value!r}"
 
 
 def names(option: str, value: Any) -> List[str]:

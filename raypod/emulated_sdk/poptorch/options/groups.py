@@ -14,7 +14,7 @@ import torch
 
 from poptorch import enums
 from poptorch.environment import logger
-from poptorch.options.base import OptionsDict, is_integer, names, path_text
+from poptorch.options.base import OptionsDict, check_member, is_integer, names, path_text
 from poptorch.options.popart_options import _PopartOptions
 
 _Self = TypeVar("_Self", bound="DiagnosticOptions")
@@ -44,7 +44,8 @@ class _TrainingOptions(OptionsDict):
         Raises:
             ValueError: anything else.
         """
-        if reduction_type not in (enums.ReductionType.Sum, enums.ReductionType.Mean):
+        valid = (enums.ReductionType.Sum, enums.ReductionType.Mean)
+        if not isinstance(reduction_type, enums.ReductionType) or reduction_type not in valid:
             raise ValueError(
                 "accumulationAndReplicationReductionType must be set to poptorch.ReductionType.Mean or "
                 f"poptorch.ReductionType.Sum, not {reduction_type!r}"
@@ -59,6 +60,7 @@ class _TrainingOptions(OptionsDict):
 
         An optimizer that accumulates in half sets it to Running, unless gradients and velocity share a tensor.
         """
+        check_member(mean_reduction_strategy, enums.MeanReductionStrategy)
         self.set(meanAccumulationAndReplicationReductionStrategy=mean_reduction_strategy)
         return self
 
@@ -271,7 +273,7 @@ class DiagnosticOptions(OptionsDict):
 
     def showCompilationProgressBar(self: _Self, show: bool = True) -> _Self:
         """Show a progress bar on stderr during compilation."""
-        self._show_compilation_progress_bar = show
+        self._show_compilation_progress_bar = bool(show)
         return self
 
     def relaxOptimizerAttributesChecks(self: _Self, relax: bool = True) -> _Self:

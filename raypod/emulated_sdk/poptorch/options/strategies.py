@@ -5,8 +5,7 @@ Phased execution is experimental in the SDK, and its documentation is incomplete
 
 from __future__ import annotations
 
-import operator
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
 from poptorch.enums import AutoStage, Liveness
 from poptorch.errors import Error
@@ -72,29 +71,27 @@ class Phase:
 
     Args:
         arg: stages, or block ids that form one stage: `Phase(Stage("A"), Stage("B"))` has two stages and
-            `Phase("A", "B")` one. Also a single list of either. AssertionError for anything else.
+            `Phase("A", "B")` one. AssertionError for anything else, also a list.
     """
 
     def __init__(self, *arg: Any) -> None:
-        items: Sequence[Any] = arg[0] if len(arg) == 1 and isinstance(arg[0], (list, tuple)) else arg
-        assert items, "A phase needs at least one stage or block"
-        if all(isinstance(item, Stage) for item in items):
-            self.stages: Tuple[Stage, ...] = tuple(items)
+        assert arg, "A phase needs at least one stage or block"
+        if all(isinstance(item, Stage) for item in arg):
+            self.stages: Tuple[Stage, ...] = arg
         else:
-            assert all(isinstance(item, str) for item in items), f"A phase takes stages or block ids, got {items!r}"
-            self.stages = (Stage(*items),)
+            assert all(isinstance(item, str) for item in arg), f"A phase takes stages or block ids, got {arg!r}"
+            self.stages = (Stage(*arg),)
 
     def stage(self, idx: int) -> Stage:
         """Return the stage with this index; IndexError if there is none."""
         return self.stages[idx]
 
-    def ipus(self, *ipus: int) -> Phase:
+    def ipus(self, *ipus: int) -> None:
         """Assign one IPU to each stage, in order; AssertionError for another number of IPUs."""
         fits = len(ipus) == len(self.stages)
         assert fits, f"A phase of {len(self.stages)} stages needs as many IPUs, got {len(ipus)}"
         for stage, ipu in zip(self.stages, ipus):
             stage.ipu(ipu)
-        return self
 
     def __repr__(self) -> str:
         return f"Phase{self.stages}"
@@ -216,14 +213,16 @@ class _IPhasedExecution(_IExecutionStrategy):
         self._tensors_liveness = Liveness.AlwaysLive
         if len(phases) == 1 and isinstance(phases[0], (list, tuple)) and not _is_phase(phases[0]):
             phases = tuple(phases[0])
-        self._phases: List[Phase] = [item if isinstance(item, Phase) else Phase(item) for item in phases]
+        self._phases: List[Phase] = [_phase_of(item) for item in phases]
         for number, phase in enumerate(self._phases):
             for index, stage in enumerate(phase.stages):
                 self._declare(stage, number, self._default_ipu(number, index))
 
-    def phase(self, phase: Any) -> Phase:
-        """Return the phase with this number; IndexError if there is none. Returns a `Phase` unchanged."""
-        return phase if isinstance(phase, Phase) else self._phases[phase]
+    def phase(self, phase: int) -> Phase:
+        """Return the phase with this number; IndexError if there is none, AssertionError for anything else."""
+        assert isinstance(phase, int), f"A phase has a number of at least 0, got {phase!r}"
+        assert phase >= 0, f"A phase has a number of at least 0, got {phase}"
+        return self._phases[phase]
 
     def useSeparateBackwardPhase(self, use: bool = True) -> _IPhasedExecution:
         """Run the end of the forward and the start of the backward pass as separate phases."""
@@ -283,9 +282,16 @@ class ParallelPhasedExecution(_IPhasedExecution):
 
 def ipu_number(ipu: Any) -> int:
     """Return `ipu` as an int; AssertionError unless it is an integer of at least 0."""
-    is_number = hasattr(ipu, "__index__") and not isinstance(ipu, bool) and operator.index(ipu) >= 0
+    is_number = isinstance(ipu, int) and not isinstance(ipu, bool) and ipu >= 0
     assert is_number, f"An IPU number must be an integer of at least 0, got {ipu!r}"
-    return operator.index(ipu)
+    return int(ipu)
+
+
+def _phase_of(item: Any) -> Phase:
+    """Return a phase, or that of a list of stages or block ids, or of a single one."""
+    if isinstance(item, Phase):
+        return item
+    return Phase(*item) if isinstance(item, (list, tuple)) else Phase(item)
 
 
 def _is_phase(items: Any) -> bool:

@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Compares what the emulated SDK and PopTorch's own Python package do with every kind of value of every argument.
+
+    python scripts/api_sweep.py GIT_DIR [--only TEXT] [--show] [--write]
+
+GIT_DIR is a clone of graphcore/poptorch, bare or not. Its folder `python/` runs unchanged, over a core that replays its
+graphs on the CPU (`conformance/front_end/`), and is the judge; with Python 3.8 and torch 2.0.1. Every call is made in
+both (`conformance/api_probe.py`):
+
+    same       both accept the value, with the same result and the same change of the state; or both reject it
+    message    the emulated SDK raises an exception or warns where PopTorch does not
+    core       PopTorch passes the value on to its compiled core, which is not public or not part of the stand-in
+    silent     the emulated SDK accepts the value with another result, or one that PopTorch rejects
+
+`--write` writes docs/reference/api-sweep.md. The status is 1 if a call is silent, 2 for a mistake in the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
+
+import torch  # noqa: E402  # after the path is set
+from conformance import front_end_runs  # noqa: E402  # as above
+from conformance.clone import CloneError  # noqa: E402  # as above
+
+PAGE = ROOT / "docs" / "reference" / "api-sweep.md"
+SAME, MESSAGE, CORE, SILENT = "same", "message", "core", "silent"
+_PROBE = ROOT / "scripts" / "conformance" / "api_probe.py"
+_LIMIT_S = 1800.0
+
+Outcome = Dict[str, Any]
+
+
+class Call(NamedTuple):
+    """One call in both SDKs."""
+
+    name: str
+    parameter: str
+    kind: str
+    real: Outcome
+    emulated: Outcome
+
+    @property
+    def verdict(self) -> str:
+        """`same`, `message`, `core` or `silent`."""
+        return judge(self.real, self.emulated)
+
+
+def judge(real: Outcome, emulated: Outcome) -> str:
+    """Compare the outcomes of a call."""
+    if "error" in emulated:
+        if "error" not in real:
+            return MESSAGE
+        return SAME if set(real["error"]) & set(emulated["error"]) else MESSAGE
+    if "error" in real and real["core"]:
+        return CORE
+    if "error" not in real and real["value"] == emulated["value"]:
+        return SAME
+    return MESSAGE if emulated["warned"] else SILENT
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    parser = argparse.ArgumentParser(description="Compare every argument of PopTorch with the emulated SDK.")
+    parser.add_argument("git_dir", metavar="GIT_DIR", type=Path, help="a clone of graphcore/poptorch, bare or not")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="call what has TEXT in its name")
+    parser.add_argument("--show", action="store_true", help="print both outcomes of calls that differ")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    args = parser.parse_args(arguments)
+    if torch.__version__.split("+")[0] != front_end_runs.TORCH:
+        return _refuse(f"this PopTorch needs torch {front_end_runs.TORCH}, found {torch.__version__}")
+    if args.write and args.only:
+        return _refuse("--write needs all calls: leave --only out")
+    with tempfile.TemporaryDirectory(prefix="api-sweep-") as folder:
+        try:
+            front_end_runs.prepare(args.git_dir, Path(folder))
+        except CloneError as error:
+            return _refuse(str(error))
+        calls = run(Path(folder), args.only)
+    if not calls:
+        return _refuse(f"--only {' '.join(args.only)}: no such name")
+    for call in calls:
+        if call.verdict == SILENT or (args.show and call.verdict == MESSAGE):
+            print(f"{call.verdict}: {call.name}({call.parameter}={call.kind})\n  PopTorch: {call.real}")
+            print(f"  emulated: {call.emulated}")
+    counts = Counter(call.verdict for call in calls)
+    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in (SAME, MESSAGE, CORE, SILENT)))
+    if args.write:
+        PAGE.write_text(page(calls))
+    return 1 if counts[SILENT] else 0
+
+
+def run(folder: Path, only: List[str]) -> List[Call]:
+    """Make the calls in both SDKs, at the same time."""
+    (folder / "state").mkdir()
+    variables = {"FRONT_END_SOURCES": str(folder), "FRONT_END_FOLDER": str(folder / "state")}
+    real = _started(folder / "packages", folder / "real", only, variables)
+    emulated = _started(ROOT / "raypod" / "emulated_sdk", folder / "emulated", only, {})
+    found = []
+    for name, process in (("real", real), ("emulated", emulated)):
+        if process.wait(_LIMIT_S):
+            sys.exit(f"the probe ended with {process.returncode}: {(folder / f'{name}.log').read_text()[-2000:]}")
+        lines = (folder / f"{name}.jsonl").read_text().splitlines()
+        found.append({tuple(line[:3]): line[3] for line in map(json.loads, lines)})
+    keys = dict.fromkeys([*found[0], *found[1]])
+    absent: Outcome = {"error": ["absent"], "core": False, "text": "", "warned": False}
+    return [Call(*key, found[0].get(key, absent), found[1].get(key, absent)) for key in keys]
+
+
+def _started(package: Path, output: Path, only: List[str], variables: Dict[str, str]) -> subprocess.Popen[bytes]:
+    hidden = ("POPTORCH_", "POPDIST_", "EMULATED_POD_", "FRONT_END_")
+    own = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    with output.with_suffix(".jsonl").open("wb") as lines, output.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, str(_PROBE), *only],
+            stdout=lines,
+            stderr=log,
+            env={**own, "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1", **variables},
+        )
+
+
+_HEAD = """<!-- Written by scripts/api_sweep.py; do not edit. -->
+
+# Every argument of PopTorch
+
+What the emulated SDK does with each kind of value of each argument, compared with PopTorch's own Python package, which
+is the judge: `python scripts/api_sweep.py GIT_DIR --write` makes {count:,} calls in both, with Python 3.8 and torch
+2.0.1. In a row, the values that are not listed have the same effect in both: accepted with the same result and the same
+change of the state, or rejected by an exception of the same class.
+
+- **rejected**: how many of the kinds of values PopTorch rejects.
+- **message**: the emulated SDK raises an exception of another class, or raises or warns where PopTorch is silent, for
+  example about a value that PopTorch's compiled core rejects later.
+- **core**: PopTorch passes the value on to its compiled core, which the comparison does not have.
+- **other**: the emulated SDK silently does something else. No row has an entry here.
+
+Not called are `AsynchronousDataAccessor` and the asynchronous modes of `DataLoader`, which start a process, and what
+measures time. PopDist is not public: the
+judge of its options is the stand-in of the same scripts. For `horovod.torch`, see [Horovod's own
+tests](emulated-sdk.md#poptorchs-own-tests).
+
+| argument | kinds | rejected | message | core | other |
+|---|---|---|---|---|---|
+"""
+
+
+def page(calls: List[Call]) -> str:
+    """Return the page of the reference: a row per argument."""
+    rows: Dict[Tuple[str, str], List[Call]] = {}
+    for call in calls:
+        rows.setdefault((call.name, call.parameter), []).append(call)
+    lines = []
+    for (name, parameter), row in rows.items():
+        shown = name[:-2] if name.endswith("()") else name
+        cells = [_kinds(row, verdict) for verdict in (MESSAGE, CORE, SILENT)]
+        rejected = sum("error" in call.real for call in row)
+        lines.append(f"| `{shown}({parameter})` | {len(row)} | {rejected} | {' | '.join(cells)} |")
+    return _HEAD.format(count=len(calls)) + "\n".join(lines) + "\n"
+
+
+def _kinds(row: List[Call], verdict: str) -> str:
+    kinds = [call.kind or "valid arguments" for call in row if call.verdict == verdict]
+    if len(kinds) > 6:
+        return f"{len(kinds)} kinds, such as {', '.join(f'`{kind}`' for kind in kinds[:3])}"
+    return ", ".join(f"`{kind}`" for kind in kinds)
+
+
+def _refuse(message: str) -> int:
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the temporary folder is removed
+    sys.exit(main())
