@@ -272,7 +272,8 @@ class EvaluationDone:
     metrics: Dict[str, float]
     update: int  # the number of finished updates
     epoch: int  # 1-based
-    details: Optional[Mapping[str, Any]] = dataclasses.field(default=None, repr=False)  # of `Task.prediction_details`
+    # Of `Task.prediction_details`. Not compared, because it can have NaN and arrays.
+    details: Optional[Mapping[str, Any]] = dataclasses.field(default=None, repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

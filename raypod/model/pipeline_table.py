@@ -116,7 +116,8 @@ def _placement(plan: Plan, task: Any) -> Tuple[Any, Tuple[Any, ...], int]:
     model = compiled(plan, task)
     memory = model.emulatedMemory(micro_batch_factor(plan), plan.geometry.local_replicas)
     if sdk.is_strict():  # otherwise the table says that the model does not fit
-        check_memory(memory)
+        with user_code.reported(plan.config.model_name):
+            check_memory(memory)
     return model.emulatedPlacement(), memory, optimizers.optimizer_bytes(plan.config.training)
 
 
