@@ -8,6 +8,7 @@ from typing import Callable
 
 from raypod.errors import ClusterError
 from raypod.fleet.base import Fleet
+from raypod.host.sdk import may_hold_interpreter_lock
 from raypod.plan.compatibility import asks_for_ray
 from raypod.plan.plan import Plan
 
@@ -15,12 +16,16 @@ from raypod.plan.plan import Plan
 def with_fleet(plan: Plan) -> Plan:
     """Return a plan of `--fleet auto` for this process: inline if nothing needs Ray. Others stay as they are.
 
-    Ray is needed for several instances, a cluster, and what `asks_for_ray`. In a thread beside the main one, other
-    trainings may run in this process, whose environment and random numbers an inline one would change.
+    Ray is needed for several instances, a cluster, and what `asks_for_ray`. It is needed on IPUs, whose SDK holds the
+    interpreter lock during a call or a compilation: the heartbeat of the run's lease would stop in its process. In a
+    thread beside the main one, other trainings may run in this process, whose environment and random numbers an inline
+    one would change.
     """
     config = plan.config
     is_alone = plan.geometry.num_instances == 1 and plan.placement.cluster.is_local
     if config.run.fleet != "auto" or not is_alone or asks_for_ray(config):
+        return plan
+    if may_hold_interpreter_lock(config.run.device):
         return plan
     if threading.current_thread() is not threading.main_thread() or _is_on_a_cluster():
         return plan

@@ -52,6 +52,12 @@ class Sdk:
         return self.has_ipus or any(os.environ.get(name, "0") not in ("", "0") for name in _HOLDS_LOCK)
 
 
+def may_hold_interpreter_lock(device: str) -> bool:
+    """Return whether the SDK that `select` would choose may hold the interpreter lock. Imports nothing."""
+    is_installed = device == "auto" and _find_real("poptorch") is not None
+    return Sdk("ipu" if device == "ipu" or is_installed else "emulated", "").holds_interpreter_lock
+
+
 def select(device: str) -> Sdk:
     """Make the SDK for `device` ("auto", "ipu" or "emulated") importable in this process.
 

@@ -26,7 +26,7 @@ class RunSection(Section):
     fleet: Literal["auto", "ray", "inline"] = Field(
         "auto",
         description="inline: one instance in this process, without Ray; auto: inline for one instance on this host, "
-        "unless a setting or a running cluster needs Ray",
+        "unless IPUs, a setting, or a running cluster need Ray",
     )
     collectives: Literal["auto", "horovod", "gloo"] = Field(
         "auto", description="backend between instances; auto: Horovod if it is installed"

@@ -57,6 +57,19 @@ def test_several_instances_and_what_only_ray_has_need_ray(make: Callable[..., Pl
     assert "without Ray" not in tables.render_brief(plan)
 
 
+def test_ipus_need_ray_whose_sdk_stops_the_threads_of_its_process(
+    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert not with_fleet(make(pod=ONE, run={"device": "ipu"})).is_inline
+    emulated, found = (make(pod=ONE, run={"device": device}) for device in ("emulated", "auto"))
+    (tmp_path / "poptorch.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not with_fleet(found).is_inline
+    assert with_fleet(emulated).is_inline
+    monkeypatch.setenv("EMULATED_POD_CALL_S", "0.1")
+    assert not with_fleet(emulated).is_inline
+
+
 def test_a_cluster_needs_ray(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plan = make(pod=ONE)
     named = dataclasses.replace(plan.placement.cluster, is_local=False)
