@@ -113,9 +113,11 @@ def test_each_batch_of_a_batch_sampler_is_collated_by_itself(load, workers):
 
 
 def test_without_batch_size_yields_single_elements(load):
-    assert [element.tolist() for element in load(Numbers(2), None)] == [[0, 0], [1, 1]]
+    assert [element.tolist() for element in load(Numbers(2), None, drop_last=False)] == [[0, 0], [1, 1]]
     with pytest.raises(poptorch.Error, match="batch_size"):
-        load(Numbers(2), None, MODES[1])
+        load(Numbers(2), None, MODES[1], drop_last=False)
+    with pytest.raises(ValueError, match="drop_last"):  # as torch's loader
+        load(Numbers(2), None)
 
 
 def test_async_options_are_passed_to_the_accessor(load):
