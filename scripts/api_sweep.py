@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
 import torch  # noqa: E402  # after the path is set
 from conformance import front_end_runs  # noqa: E402  # as above
 from conformance.clone import CloneError  # noqa: E402  # as above
+from conformance.command import exit_with, refuse  # noqa: E402  # as above
 
 PAGE = ROOT / "docs" / "reference" / "api-sweep.md"
 SAME, MESSAGE, CORE, SILENT = "same", "message", "core", "silent"
@@ -79,17 +79,17 @@ def main(arguments: Optional[List[str]] = None) -> int:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     args = parser.parse_args(arguments)
     if torch.__version__.split("+")[0] != front_end_runs.TORCH:
-        return _refuse(f"this PopTorch needs torch {front_end_runs.TORCH}, found {torch.__version__}")
+        return refuse(f"this PopTorch needs torch {front_end_runs.TORCH}, found {torch.__version__}")
     if args.write and args.only:
-        return _refuse("--write needs all calls: leave --only out")
+        return refuse("--write needs all calls: leave --only out")
     with tempfile.TemporaryDirectory(prefix="api-sweep-") as folder:
         try:
             front_end_runs.prepare(args.git_dir, Path(folder))
         except CloneError as error:
-            return _refuse(str(error))
+            return refuse(str(error))
         calls = run(Path(folder), args.only)
     if not calls:
-        return _refuse(f"--only {' '.join(args.only)}: no such name")
+        return refuse(f"--only {' '.join(args.only)}: no such name")
     for call in calls:
         if call.verdict == SILENT or (args.show and call.verdict == MESSAGE):
             print(f"{call.verdict}: {call.name}({call.parameter}={call.kind})\n  PopTorch: {call.real}")
@@ -176,11 +176,5 @@ def _kinds(row: List[Call], verdict: str) -> str:
     return ", ".join(f"`{kind}`" for kind in kinds)
 
 
-def _refuse(message: str) -> int:
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    return 2
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the temporary folder is removed
-    sys.exit(main())
+    exit_with(main)

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import signal
-import sys
 import tempfile
 from pathlib import Path
 from typing import Callable, List, Optional
 
 from conformance import custom_operators, expected, horovod, runs, tables
 from conformance.clone import CloneError
+from conformance.command import exit_with, refuse
 from conformance.outcomes import FAILED, RunOptions, Suite
 
 LISTS = Path(__file__).resolve().parent / "conformance"
@@ -53,11 +52,11 @@ def main(arguments: Optional[List[str]] = None) -> int:
     parser = _parser()
     args = parser.parse_args(arguments)
     if not any((args.git_dir, args.horovod_git, args.addons_git)):
-        return _refuse("give GIT_DIR, a clone of graphcore/poptorch, --horovod-git DIR or --addons-git DIR")
+        return refuse("give GIT_DIR, a clone of graphcore/poptorch, --horovod-git DIR or --addons-git DIR")
     if args.bess_git is not None and args.addons_git is None:
-        return _refuse("--bess-git needs --addons-git DIR, a clone of poptorch-experimental-addons")
+        return refuse("--bess-git needs --addons-git DIR, a clone of poptorch-experimental-addons")
     if args.jobs < 1 or args.limit <= 0:
-        return _refuse("--jobs and --limit are positive")
+        return refuse("--jobs and --limit are positive")
     options = RunOptions(args.jobs, args.limit, args.only, args.keyword)
     verdicts = []
     try:
@@ -71,7 +70,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
             run_bess = functools.partial(custom_operators.run_bess, args.addons_git)
             verdicts.append(_judged("Bess", run_bess, args.bess_git, options, show=args.show))
     except (CloneError, expected.ListError) as error:
-        return _refuse(str(error))
+        return refuse(str(error))
     if not any(verdict.counts for verdict in verdicts):
         print("no test was selected")
         return 1
@@ -96,11 +95,5 @@ def _judged(
     return verdict
 
 
-def _refuse(message: str) -> int:
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    return 2
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the temporary folder is deleted
-    sys.exit(main())
+    exit_with(main)

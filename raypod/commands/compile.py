@@ -8,7 +8,7 @@ from typing import Optional, Sequence
 
 from raypod import planning
 from raypod.cli import show, tell
-from raypod.errors import ConfigError
+from raypod.errors import ConfigError, WaitTimedOut
 from raypod.host import sdk, torchvision_import
 from raypod.host.process import environment_variables
 from raypod.plan.environment import instance_environment
@@ -25,8 +25,9 @@ def main(argv: Sequence[str]) -> int:
             f"--pipeline-splits {','.join(plan.pipeline_splits)}"
         )
     if found.has_ipus:
-        # In a process of its own: it uses the emulated SDK, and a process has one SDK.
-        subprocess.run([sys.executable, "-m", "raypod", "plan", "--memory", *argv], check=False)
+        code = _print_estimate(argv, plan.config.run.report_timeout_s)
+        if code:
+            return code
     else:
         show(planning.render_with_pipeline(plan, args.verbose))
     environment = instance_environment(plan, plan.placement.instances[0])
@@ -37,6 +38,19 @@ def main(argv: Sequence[str]) -> int:
     where = f"in {cache}" if found.has_ipus else "nowhere: the emulated SDK compiles at each start, in seconds"
     show(f"Executables are kept {where}")
     return 0
+
+
+def _print_estimate(argv: Sequence[str], timeout_s: float) -> int:
+    """Print the plan in a process of its own, which uses the emulated SDK: a process has one SDK. Return its exit code.
+
+    Raises:
+        WaitTimedOut: the process has not ended; it is killed.
+    """
+    try:
+        command = [sys.executable, "-m", "raypod", "plan", "--memory", *argv]
+        return subprocess.run(command, check=False, timeout=timeout_s).returncode
+    except subprocess.TimeoutExpired:
+        raise WaitTimedOut("the estimate of the memory", timeout_s, "run.report_timeout_s") from None
 
 
 def _compile(plan: Plan, selected: sdk.Sdk) -> Optional[str]:

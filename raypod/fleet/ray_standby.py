@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
+from raypod.errors import summarize_exception
+from raypod.fleet.death_cause import death_reason
 from raypod.fleet.ray_reservation import node_affinity
 from raypod.plan.plan import Plan
 
@@ -49,6 +51,7 @@ class Standbys:
             # One that is being prepared is ahead of a new process.
             ready, _ = self._ray.wait(preparations, timeout=max(0.0, deadline_s - time.monotonic()))
             if not ready:
+                self._log(f"{self._about(index)}: not prepared within {_WITHIN_S:g} s")
                 return None
             actor, preparation = waiting.pop(preparations.index(ready[0]))
             try:
@@ -57,10 +60,17 @@ class Standbys:
                 return actor
             except self._ray.exceptions.RayError as error:
                 self._kill(actor)
-                reason = " ".join(str(error).split()) or f"it did not respond within {_WITHIN_S:g} s"
-                host = self._plan.placement.instances[index].host
-                self._log(f"a standby on {host} cannot be used for instance {index}: {reason}")
+                self._log(f"{self._about(index)}: {self._reason(error)}")
         return None
+
+    def _about(self, index: int) -> str:
+        return f"a standby on {self._plan.placement.instances[index].host} cannot be used for instance {index}"
+
+    def _reason(self, error: Exception) -> str:
+        errors = self._ray.exceptions
+        if isinstance(error, errors.GetTimeoutError):
+            return f"it did not respond within {_WITHIN_S:g} s"
+        return summarize_exception(error.cause) if isinstance(error, errors.RayTaskError) else death_reason(str(error))
 
     def close(self) -> None:
         """End all standbys."""

@@ -25,7 +25,7 @@ _TAG = "raypod-log"  # login shells print other lines
 _MAX_BYTES = 4 << 20  # of one file in one command
 _LIMIT_S = 30.0  # for a command
 _INTERVAL_S, _RETRY_S = 2.0, 10.0
-_SAME_CLOCK_S = 10.0  # a smaller difference of two clocks cannot be told from the time of ssh
+_SAME_CLOCK_S = 10.0  # a smaller difference between two clocks may be the time that ssh takes
 
 
 @dataclasses.dataclass

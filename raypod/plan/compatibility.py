@@ -14,6 +14,7 @@ from raypod.plan.config import (
     VISION_TRANSFORMERS,
     WITHOUT_FILES,
     Config,
+    DataSection,
     TrainingSection,
 )
 from raypod.plan.effect import OF_OPTIMIZERS
@@ -147,6 +148,10 @@ def _check_policy(config: Config) -> None:
             raise ConfigError(f"{flag} {value} has no effect without --dataset {' or '.join(IMAGE_FOLDERS)}")
         if value and not data.augment:
             raise ConfigError(f"{flag} {value} has no effect with --no-augment; omit one of them")
+    for key in ("rand_augment_ops", "rand_augment_magnitude"):
+        value = getattr(data, key)
+        if data.policy != "rand-augment" and value != getattr(DataSection(), key):
+            raise ConfigError(f"--{key.replace('_', '-')} {value} has no effect without --policy rand-augment")
 
 
 def _check_model(training: TrainingSection) -> None:

@@ -17,7 +17,6 @@ no example of popdist; its tests of popdist take the place of one.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -31,6 +30,7 @@ import torch  # noqa: E402  # after the path is set
 
 from conformance import front_end_runs  # noqa: E402  # as above
 from conformance.clone import CloneError  # noqa: E402  # as above
+from conformance.command import exit_with, refuse  # noqa: E402  # as above
 from conformance.front_end_rows import ROWS, Outcome, Times  # noqa: E402  # as above
 
 _WIDTH = max(map(len, ROWS))
@@ -48,18 +48,18 @@ def main(arguments: Optional[List[str]] = None) -> int:
     parser.add_argument("--show", action="store_true", help="print the output of rows with a problem")
     args = parser.parse_args(arguments)
     if torch.__version__.split("+")[0] != front_end_runs.TORCH:
-        return _refuse(f"this PopTorch needs torch {front_end_runs.TORCH}, found {torch.__version__}")
+        return refuse(f"this PopTorch needs torch {front_end_runs.TORCH}, found {torch.__version__}")
     texts = args.only or [""]
     rows = {name: row for name, row in ROWS.items() if any(text in name for text in texts)}
     if not rows:
-        return _refuse(f"--only {' '.join(texts)}: no such row; they are: {', '.join(ROWS)}")
+        return refuse(f"--only {' '.join(texts)}: no such row; they are: {', '.join(ROWS)}")
     problems = 0
     with tempfile.TemporaryDirectory(prefix="front-end-") as folder:
         bench = front_end_runs.Bench(Path(folder).resolve(), args.limit)
         try:
             front_end_runs.prepare(args.git_dir, bench.folder)
         except CloneError as error:
-            return _refuse(str(error))
+            return refuse(str(error))
         print(f"{'':{_WIDTH}}  exit  falls  weights  attaches     bytes  problem", flush=True)
         for name, row in rows.items():
             outcome = row(bench, Times(args.held_s, args.hang_s))
@@ -83,11 +83,5 @@ def line(name: str, outcome: Outcome) -> str:
     )
 
 
-def _refuse(message: str) -> int:
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    return 2
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the temporary folder is removed
-    sys.exit(main())
+    exit_with(main)

@@ -42,10 +42,18 @@ def test_on_a_host_with_the_sdk_another_process_prints_the_estimate(
     installed = sdk.Sdk("ipu", "the SDK")
     monkeypatch.setattr(sdk, "sdk_for_programs", lambda device: (installed, ()))
     monkeypatch.setattr(sdk, "select_offline", lambda: installed)
-    monkeypatch.setattr(subprocess, "run", lambda words, check: started.append(words))
+    codes = [0, 2]
+
+    def run(words: List[str], check: bool, timeout: float) -> Any:
+        started.append(words)
+        return subprocess.CompletedProcess(words, codes.pop(0))
+
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(poptorch.Options, "enableExecutableCaching", lambda options, path: paths.append(path))
     cache = str(tmp_path / "cache")
     assert command.main([*FLAGS, "--executable-cache-path", cache]) == 0
     assert [words[1:5] for words in started] == [["-m", "raypod", "plan", "--memory"]]
     assert set(paths) == {cache}
     assert capsys.readouterr().out.rstrip().endswith(f"Executables are kept in {cache}")
+    assert command.main([*FLAGS, "--executable-cache-path", cache]) == 2  # as the plan, which says why
+    assert "compiled in " not in capsys.readouterr().out

@@ -115,6 +115,11 @@ def test_policies_and_erasing_change_the_same_crops(folder: Path) -> None:
         ),
         ({"dataset": "digits", "random_erasing": 0.5}, "--random-erasing 0.5 has no effect without --dataset imagef"),
         ({"dataset": "imagenet", "random_erasing": 0.5, "augment": False}, "no effect with --no-augment"),
+        ({"dataset": "imagenet", "rand_augment_ops": 3}, "--rand-augment-ops 3 has no effect without --policy rand"),
+        (
+            {"policy": "auto-augment", "rand_augment_magnitude": 3, "dataset": "imagenet"},
+            "--rand-augment-magnitude 3 has",
+        ),
     ],
 )
 def test_changes_of_other_images_are_a_mistake(given: Any, words: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from raypod.fleet import ray_standby
 from raypod.fleet.ray_standby import Standbys
-from tests.support.scripted_ray import NEVER, ActorDied, Ref, ScriptedActor, ScriptedRay, node
+from tests.support.scripted_ray import NEVER, ActorDied, Ref, ScriptedActor, ScriptedRay, TaskError, node
 
 NODES = [node("a"), node("b")]
 
@@ -70,10 +70,11 @@ def test_the_first_prepared_one_is_taken_and_none_that_is_not_prepared_in_time(m
     assert scene.take(1, "b") is None
     assert scene.ray.now_s == 1004.0 + ray_standby._WITHIN_S
     assert not scene.ray.killed  # it is still being prepared
+    assert scene.lines == ["a standby on host-b cannot be used for instance 1: not prepared within 5 s"]
 
 
 def test_one_that_failed_died_or_is_frozen_is_ended_and_the_next_one_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, begun = {0: Ref(ActorDied("out of\nmemory"))}, {1: Ref(None, NEVER), 2: Ref(ActorDied("killed"))}
+    prepared, begun = {0: Ref(ActorDied("out of memory"))}, {1: Ref(None, NEVER), 2: Ref(ActorDied("killed"))}
     scene = Scene(monkeypatch, prepared, begun)
     assert scene.take(0, "a") is None
     assert scene.take(1, "b") == 3
@@ -81,3 +82,9 @@ def test_one_that_failed_died_or_is_frozen_is_ended_and_the_next_one_taken(monke
     causes = ["out of memory", "it did not respond within 5 s", "killed"]
     lines = [f"a standby on host-{host} cannot be used for instance {index}" for host, index in ("a0", "a0", "b1")]
     assert scene.lines == [f"{line}: {cause}" for line, cause in zip(lines, causes)]
+
+
+def test_the_error_of_a_preparation_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, {number: Ref(TaskError(OSError("no such\ndisk"))) for number in (0, 1)}, {})
+    assert scene.take(0, "a") is None
+    assert scene.lines == ["a standby on host-a cannot be used for instance 0: OSError: no such disk"] * 2
