@@ -5,61 +5,23 @@ from __future__ import annotations
 import collections
 import json
 import re
-import shutil
 import signal
-import threading
 from pathlib import Path
-from typing import Any, Callable, Iterator, List
+from typing import Any, List
 
 import pytest
 
-from raypod.checkpoint import resume
-from raypod.datasets.order import call_positions, epoch_order
-from raypod.errors import DataUnreadable
 from raypod.events import UpdateDone
 from raypod.plan.plan import Plan
-from tests.support import SUPPORT
 from tests.support.bounded import wait_until
-from tests.support.faulty_runs import Outcome, assert_undisturbed, pid_of, plan_for, run, send, starts
+from tests.support.faulty_runs import Outcome, assert_undisturbed, pid_of, run, send, starts
+from tests.support.fragile_runs import EPOCH, fail, plan_of, run_inline
 
 # Ray's own code leaves sockets and files to the garbage collector.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-TRAINING = {"model": "fragile:model", "warmup_updates": 1, "updates": 60, "lr_schedule": "constant", "ema": 0.9}
-EPOCH = 20  # updates
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working directory, with a user's module; files in it make it fail."""
-    found = tmp_path_factory.mktemp("user")
-    shutil.copy(SUPPORT / "fragile.py", found)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(found)
-        patch.syspath_prepend(found)
-        yield found
-
-
-def plan_of(folder: Path, name: str, updates: int = 60, instances: int = 2, **run_section: Any) -> Plan:
-    return plan_for(
-        folder / name,
-        data={"dataset": "fragile:data"},
-        training={**TRAINING, "updates": updates},
-        pod={"num_instances": instances},
-        run=run_section,
-    )
-
-
-def run_inline(folder: Path, name: str, updates: int = 60) -> Outcome:
-    return run(plan_of(folder, name, updates, 1, fleet="inline"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(folder: Path) -> Outcome:
-    """The outcome of 4 replicas in one instance, in this process."""
-    return run_inline(folder, "undisturbed")
 
 
 def test_killed_instances(session: Any, folder: Path, undisturbed: Outcome) -> None:
@@ -150,54 +112,15 @@ def test_frozen_instances(session: Any, folder: Path, undisturbed: Outcome) -> N
     assert outcome.sha256 == run_inline(folder, "interrupted", done).sha256
 
 
-def test_data_that_cannot_be_read_costs_no_state(session: Any, folder: Path, undisturbed: Outcome) -> None:
-    """An exception in all instances, then an outage of their disk that passes, then one that does not."""
-    plan = plan_of(folder, "unreadable", checkpoint_every="60 updates", read_retry_s=60, max_restarts=1)
-    outage = folder / "outage"
-    order = epoch_order(plan.config.training.seed, 0, plan.dataset_size.train_samples)
-    for instance in (0, 1):
-        first_sample = order[call_positions(plan.geometry, instance, 16)][0]
-        (folder / f"raises-at-{first_sample}").touch()
-
-    def begin_an_outage(plan: Plan) -> None:
-        outage.touch()
-        threading.Timer(2.0, outage.unlink).start()
-
-    outcome = run(plan, [(20, begin_an_outage)])
-    assert_undisturbed(plan, outcome, undisturbed)
-    assert sorted(outcome.lost) == [(0, "raised"), (1, "raised")]
-    assert all("no such sample" in loss.cause for loss in outcome.losses)
-    (repair,) = outcome.repairs
-    assert Path(repair.seeded_from).name == f"update-{repair.update:08d}"
-    assert repair.update == 16
-
-    lasting = plan_of(folder, "lasting", checkpoint_every="60 updates", read_retry_s=0.5)
-    with pytest.raises(DataUnreadable, match="cannot read samples for 0.5 s"):
-        run(lasting, [(4, lambda plan: outage.touch())])
-    outage.unlink()
-    resumed = plan_of(folder, "lasting", resume=lasting.run_dir)
-    assert resume.find_checkpoint(resumed).checkpoint.update >= 4
-    assert run(resumed).sha256 == undisturbed.sha256
-
-
-def fail(folder: Path, failure: str) -> Callable[[Plan], None]:
-    return lambda plan: (folder / failure).touch()
-
-
 def test_user_code_that_fails_or_never_returns(session: Any, folder: Path, undisturbed: Outcome) -> None:
     # The second limits the first call, too, which takes long on a loaded machine.
     plan = plan_of(folder, "stuck", stuck_after_s=3, report_timeout_s=30)
-    faults = ["model-raises", "model-throws", "optimizer-dies", "loader-hangs", "model-loops"]
-    outcome = run(plan, [(4 + 5 * number, fail(folder, failure)) for number, failure in enumerate(faults)])
+    outcome = run(plan, [(4, fail(folder, "model-raises")), (9, fail(folder, "loader-hangs"))])
     assert_undisturbed(plan, outcome, undisturbed)
-    assert outcome.lost == [(1, kind) for kind in ("raised", "died", "died", "stuck", "stuck")]
-    raised, threw, died, hangs, loops = outcome.losses
+    assert outcome.lost == [(1, "raised"), (1, "stuck")]
+    raised, hangs = outcome.losses
     assert re.fullmatch(r"ValueError: no such layer \(fragile\.py:\d+, in forward\)", raised.cause)
-    assert threw.cause.startswith("its process died: ")
-    assert threw.cause.endswith("(what(): the device is gone)")
-    assert "what()" not in died.cause
     assert "stuck: loading data" in hangs.cause
     assert "_hang_in_user_code" in hangs.stack
-    assert "s while its threads use CPU time)" in loops.cause
-    assert [repair.restarts for repair in outcome.repairs] == [1, 2, 3, 4, 5]
+    assert [repair.restarts for repair in outcome.repairs] == [1, 2]
     assert {repair.seeded_from for repair in outcome.repairs} == {"instance 0"}
