@@ -7,12 +7,13 @@ before any instance starts, with plain torch; `program` applies them.
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import dataclasses
 import itertools
 import math
 import time
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from collections import Counter
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -108,23 +109,16 @@ def has_shared_parameters(network: nn.Module) -> bool:
 def check_shared(network: nn.Module, inputs: Inputs, stages: Sequence[Stage]) -> None:
     """Raise ConfigError for a parameter that modules on different IPUs have."""
     homes: Dict[int, Tuple[str, int]] = {}
-    begins, now = dict(stages), [0]
-
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            now[0] = begins.get(name, now[0])
-            for parameter in module.parameters(recurse=False):
-                first, ipu = homes.setdefault(id(parameter), (name, now[0]))
-                if ipu != now[0]:
-                    raise ConfigError(
-                        f"--pipeline-splits: {name} on IPU {now[0]} has a parameter of {first} on IPU {ipu}, and "
-                        f"an IPU cannot use those of another: let {name}={ipu} begin a stage"
-                    )
-
-        return hook
-
-    with torch.no_grad(), _hooks(network.named_modules(), note):
-        network(*inputs.positional, **inputs.named)
+    begins, ipu, modules = dict(stages), 0, dict(network.named_modules())
+    for name in _calls(network, inputs):
+        ipu = begins.get(name, ipu)
+        for parameter in modules[name].parameters(recurse=False):
+            first, home = homes.setdefault(id(parameter), (name, ipu))
+            if ipu != home:
+                raise ConfigError(
+                    f"--pipeline-splits: {name} on IPU {ipu} has a parameter of {first} on IPU {home}, and "
+                    f"an IPU cannot use those of another: let {name}={home} begin a stage"
+                )
 
 
 def tied_unit(called: Sequence[Tuple[str, nn.Module]]) -> Optional[Tied]:
@@ -307,29 +301,47 @@ def _time_round(network: nn.Module, inputs: Inputs, called: List[Tuple[str, nn.M
 
 def called_units(network: nn.Module, inputs: Inputs) -> List[Tuple[str, nn.Module]]:
     """Return the units that have parameters and are called exactly once, in the order of their calls."""
-    calls: List[str] = []
-
-    def note(name: str) -> Any:
-        return lambda module, inputs: calls.append(name)
-
     units = dict(_units(network))
-    with torch.no_grad(), _hooks(units.items(), note):
-        network(*inputs.positional, **inputs.named)
-    once = [name for name in calls if calls.count(name) == 1 and _parameters(units[name])]
+    calls = Counter(_calls(network, inputs))  # in the order of the first calls
+    once = [name for name, count in calls.items() if name in units and count == 1 and _parameters(units[name])]
     if not once:
         raise ConfigError("the model cannot be balanced over IPUs: none of its modules is called exactly once")
     return [(name, units[name]) for name in once]
 
 
-@contextlib.contextmanager
-def _hooks(modules: Iterable[Tuple[str, nn.Module]], hook_of: Callable[[str], Any]) -> Iterator[None]:
-    """Context in which each module calls the hook of its name before its forward."""
-    hooks = [module.register_forward_pre_hook(hook_of(name)) for name, module in modules]
+def _calls(network: nn.Module, inputs: Inputs) -> List[str]:
+    """Return the names of the modules that a forward calls, in the order of their calls.
+
+    The forward is that of a copy with tensors on the device `meta`, which computes shapes only: on a CPU that of GPT-2
+    takes many seconds. A network whose copy raises an exception, because it reads values for example, is called itself.
+    """
+    tensors = [*network.parameters(), *network.buffers(), *inputs.positional, *inputs.named.values()]
+    shapes = {id(each): _without_values(each) for each in tensors if isinstance(each, torch.Tensor)}
     try:
-        yield
+        return _forward_calls(*copy.deepcopy((network, inputs), shapes))
+    except Exception:  # noqa: BLE001  # user code; the network raises it again unless it needs values
+        return _forward_calls(network, inputs)
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach().to("meta")
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+
+
+def _forward_calls(network: nn.Module, inputs: Inputs) -> List[str]:
+    calls: List[str] = []
+
+    def note(name: str) -> Any:
+        return lambda module, inputs: calls.append(name)
+
+    hooks = [module.register_forward_pre_hook(note(name)) for name, module in network.named_modules()]
+    try:
+        with torch.no_grad():
+            network(*inputs.positional, **inputs.named)
     finally:
         for hook in hooks:
             hook.remove()
+    return calls
 
 
 def _units(module: nn.Module, prefix: str = "") -> Iterator[Tuple[str, nn.Module]]:

@@ -108,6 +108,27 @@ def test_residual_blocks_and_transformer_layers_are_the_units() -> None:
     assert find_splits(config(own, 2, pipeline_balance="parameters")) == ("last",)
 
 
+class Reader(nn.Module):
+    """A module that records where its input is, and can read a value of it."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.scale, self.reads = nn.Parameter(torch.ones(1)), reads
+        self.devices: List[str] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.devices.append(images.device.type)
+        return images * self.scale * (images[0, 0].item() if self.reads else 1.0)
+
+
+@pytest.mark.parametrize(("reads", "devices"), [(False, []), (True, ["cpu"])])
+def test_the_order_of_calls_needs_no_values_unless_the_model_reads_them(reads: bool, devices: List[str]) -> None:
+    network = nn.Sequential(nn.Linear(2, 2), Reader(reads))
+    called = pipeline.called_units(network, pipeline.Inputs((torch.ones(2, 2),)))
+    assert [name for name, _ in called] == ["0", "1"]
+    assert network[1].devices == devices
+
+
 def fullest(plan: Plan) -> int:
     return max(each.total for each in inspect(plan).memory)
 
@@ -232,7 +253,7 @@ def test_pipelined_sharded_and_single_ipu_models_train_to_the_same_bits(make: An
         {"sharded": "features.1,features.5,head"},
         {"pipelined": "features.3,head=0"},
     ):
-        training: Dict[str, object] = {"gradient_accumulation": 7, "updates": 3}
+        training: Dict[str, object] = {"gradient_accumulation": 7, "updates": 2}
         for execution, names in splits.items():
             training.update(execution=execution, pipeline_splits=names)
         inline = {"fleet": "inline", "device": "emulated"}
