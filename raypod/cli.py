@@ -16,7 +16,7 @@ import sys
 import textwrap
 from typing import Any, Callable, Iterable, Iterator, List, NoReturn, Optional, Sequence, TextIO
 
-from raypod.errors import ConfigError, Preempted, RaypodError
+from raypod.errors import ConfigError, Preempted, RaypodError, as_utf8
 
 INTERRUPTED = 130
 _CLOSED_PIPE = 141  # as a shell reports SIGPIPE
@@ -97,8 +97,11 @@ def printable(text: str) -> str:
 
 
 def show(text: str, stream: Optional[TextIO] = None) -> None:
-    """Print text with a line end, by default to stdout; of control sequences only the styles of `paint` get there."""
-    shown = _CONTROL.sub(lambda found: found.group() if found.group() in _OWN_STYLES else "", text)
+    r"""Print text with a line end, by default to stdout; of control sequences only the styles of `paint` get there.
+
+    Bytes of file names that are not UTF-8 are shown as \xNN.
+    """
+    shown = _CONTROL.sub(lambda found: found.group() if found.group() in _OWN_STYLES else "", as_utf8(text))
     print(shown, file=stream or sys.stdout, flush=True)
 
 

@@ -29,6 +29,7 @@ NOT_IMPORTED = {
     *("sqlalchemy", "alembic"),  # of MLflow's store
     *("s3fs", "gcsfs"),  # of fsspec
     "tensorboard",  # of torch.utils.tensorboard
+    "filelock",  # of Ray
 }
 
 

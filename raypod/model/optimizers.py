@@ -7,6 +7,7 @@ from typing import Any, Dict, Mapping, NamedTuple, Sequence, Tuple
 import poptorch
 import torch
 
+from raypod.errors import ConfigError
 from raypod.model import freezing
 from raypod.plan.config import Config, TrainingSection
 from raypod.plan.learning_rate import loss_scaling
@@ -37,7 +38,11 @@ _FLOAT32_STATES = {"second_order_momentum"}  # half precision would underflow
 
 
 def build_optimizer(config: Config, groups: Sequence[Dict[str, Any]]) -> Any:
-    """Return the poptorch optimizer of a config, as of update 0, for a task's parameter groups."""
+    """Return the poptorch optimizer of a config, as of update 0, for a task's parameter groups.
+
+    Raises:
+        ConfigError: a group has a key that the optimizer does not have.
+    """
     training = config.training
     chosen = _OPTIMIZERS[training.optimizer]
     accumulator, states = _optimizer_dtypes(training)
@@ -52,7 +57,18 @@ def build_optimizer(config: Config, groups: Sequence[Dict[str, Any]]) -> Any:
     if training.max_grad_norm is not None:
         options["max_grad_norm"] = training.max_grad_norm
     common: Dict[str, Any] = {"lr": training.learning_rate, "loss_scaling": scaling}
-    return chosen.create(freezing.trained_groups(groups), accum_type=accumulator, **common, **options)
+    trained = freezing.trained_groups(groups)
+    keys = {key for group in trained for key in group}
+    optimizer = chosen.create(trained, accum_type=accumulator, **common, **options)
+    added = {key for group in optimizer.param_groups for key in group} - keys
+    known = {"params", *optimizer.defaults, *added}
+    unknown = sorted(keys - known - {"name"})
+    if unknown:  # torch ignores them
+        raise ConfigError(
+            f"parameter_groups of the task: {training.optimizer} has no {', '.join(map(repr, unknown))}; the keys of a "
+            f"group are {', '.join(sorted(known))}"
+        )
+    return optimizer
 
 
 def optimizer_bytes(training: TrainingSection) -> int:

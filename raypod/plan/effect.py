@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Mapping, Tuple
+from typing import Any, Dict, Mapping, Optional, Tuple
 
 from raypod.plan.config import (
     EFFICIENTNETS,
@@ -35,8 +35,9 @@ OF_OPTIMIZERS: Dict[str, Tuple[str, ...]] = {
     "rmsprop_alpha": ("rmsprop",),
     "rmsprop_tf": ("rmsprop",),
 }
+_GIVEN = None  # any value but null, false and 0
 # Of keys that need certain values of another one: that one, and the values.
-_NEEDS: Dict[str, Tuple[str, Tuple[Any, ...]]] = {
+_NEEDS: Dict[str, Tuple[str, Optional[Tuple[Any, ...]]]] = {
     "data.samples": ("data.dataset", ("synthetic",)),
     "data.image": ("data.dataset", ("synthetic",)),
     "data.classes": ("data.dataset", ("synthetic",)),
@@ -46,8 +47,18 @@ _NEEDS: Dict[str, Tuple[str, Tuple[Any, ...]]] = {
     "data.rand_augment_ops": ("data.policy", ("rand-augment",)),
     "data.rand_augment_magnitude": ("data.policy", ("rand-augment",)),
     "data.random_erasing": ("data.dataset", IMAGE_FOLDERS),
+    "data.cutmix_disable_prob": ("data.cutmix_lambda_high", _GIVEN),
     "data.crop_padding": ("data.augment", (True,)),
     "data.flip": ("data.augment", (True,)),
+    "training.ema_every": ("training.ema", _GIVEN),
+    "training.init_ignore": ("training.init_weights", _GIVEN),
+    "training.early_stopping_metric": ("training.early_stopping", _GIVEN),
+    "pod.min_hosts": ("pod.elastic", _GIVEN),
+    "run.storage_timeout_s": ("run.storage_path", _GIVEN),
+    "run.keep_remote": ("run.storage_path", _GIVEN),
+    "run.reset_timeout_s": ("run.reset_command", _GIVEN),
+    "run.tracker_artifacts": ("run.trackers", _GIVEN),
+    "run.tracker_timeout_s": ("run.trackers", _GIVEN),
     "training.norm_num_groups": ("training.norm", ("group",)),
     "training.norm_eps": ("training.norm", ("group",)),
     "training.zero_init_residual": ("training.model", TORCHVISION_RESNETS),
@@ -64,7 +75,6 @@ _NEEDS: Dict[str, Tuple[str, Tuple[Any, ...]]] = {
     **{f"training.{key}": ("training.optimizer", optimizers) for key, optimizers in OF_OPTIMIZERS.items()},
 }
 _OF_CUSTOM_DATA = ("data.classes",)  # the number of classes, unless the user's function returns it
-_OF_TRACKERS = ("run.tracker_artifacts", "run.tracker_timeout_s")
 
 
 def with_effect(settings: Mapping[str, Any]) -> Dict[str, Any]:
@@ -80,10 +90,10 @@ def _has_effect(name: str, settings: Mapping[str, Any]) -> bool:
         IMAGE_CLASSIFICATION
     ):
         return False
-    if name in _OF_TRACKERS:
-        return bool(settings.get("run.trackers", True))
     deciding, values = _NEEDS.get(name, ("", ()))
-    decided = settings.get(deciding)
-    if decided is None or decided in values:
+    if deciding not in settings:
+        return True
+    decided = settings[deciding]
+    if bool(decided) if values is _GIVEN else decided in values:
         return True
     return name in _OF_CUSTOM_DATA and ":" in str(decided)

@@ -21,10 +21,12 @@ KEEP, ADD, AGAIN = "keep", "add", "again"
 _KIND, _STATUS, _WORKER = "ray-node-type", "ray-node-status", "worker"  # tags of ray.autoscaler.tags
 _NOT_STARTED = ("uninitialized", "update-failed")
 _LOCK_S = 20.0
-# set_node_tags takes this lock before that of the object, and create_node in the other order; Ray 2.60 does not.
+# set_node_tags takes this lock before that of the object, and get in the other order; Ray 2.60 does not. Until filelock
+# 3.10, all threads of a process have the lock if one has it, so that none waits.
 _HELD = (
     "the autoscaler has held the lock of its state file for {:g} s. That of old versions of Ray, as 2.10, can block "
-    "itself while it starts hosts: `raypod up` without --no-restart starts the cluster again"
+    "itself while it starts hosts: pip install 'filelock<3.11' in its environment on the head prevents that; "
+    "`raypod up` without --no-restart starts the cluster again"
 )
 _HEX = re.compile(r"(.*\.0x)([0-9a-f]+)")
 

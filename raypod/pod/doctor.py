@@ -32,7 +32,7 @@ from raypod.pod.listeners import MONITOR_PORTS
 from raypod.tasks.registry import schema_for
 
 _PROBE_TIMEOUT_S = 60.0
-_PACKAGES = ("ray", "torch", "torchvision", "raypod", "poptorch", "popdist", "horovod")
+_PACKAGES = ("ray", "torch", "torchvision", "raypod", "poptorch", "popdist", "horovod", "filelock")
 _TOOLS = ("rsync", "gc-info", "gc-monitor", "vipu")
 _COLUMN_WIDTHS = (8, 15, 4)  # level, what, host
 

@@ -5,6 +5,7 @@ Facts are the output of `probe.py`; for a host that could not be probed, an erro
 
 from __future__ import annotations
 
+import re
 from typing import Callable, Dict, Iterator, List, Mapping, Tuple, Union
 
 from raypod.fleet import gcs, ray_admission
@@ -32,7 +33,7 @@ def examine(expected: Expected, hosts: Mapping[str, Union[Facts, str]]) -> List[
     known = {name: facts for name, facts in hosts.items() if not isinstance(facts, str)}
     found += [Finding(OK, name, "reachable", f"as {facts['user']}") for name, facts in known.items()]
     checks: List[Callable[[Expected, str, Facts], Iterator[Finding]]]
-    checks = [_python, _ipus, _network, _horovod, ports, exposure, _folders, _data, _limits, _token]
+    checks = [_python, _ipus, _network, _horovod, ports, exposure, _folders, _data, _limits, _token, _autoscaler]
     for check in checks:
         for name, facts in known.items():
             found += check(expected, name, facts)
@@ -258,6 +259,16 @@ def _gcs_access(expected: Expected) -> Iterator[Finding]:
     else:
         text = f"the GCS at {address} answers every request"
         yield Finding(WARN, "", "closed", text, "restrict access to the hosts by a firewall")
+
+
+def _autoscaler(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
+    """Report that the autoscaler of the head can block itself: see `autoscaler_hosts`."""
+    packages = facts["python"].get("packages", {})
+    ray, filelock = (packages.get(name) or "" for name in ("ray", "filelock"))
+    is_head = not expected.cluster.is_local and host == expected.cluster.hosts[0].name
+    if is_head and ray.startswith("2.10.") and not re.match(r"(3\.(\d|10)\.|$)", filelock):
+        text = f"that of Ray {ray} can block itself with filelock {filelock} while it starts hosts"
+        yield Finding(WARN, host, "autoscaler", text, "pip install 'filelock<3.11' there, then raypod up")
 
 
 def _ray_cluster(expected: Expected, known: Mapping[str, Facts]) -> Iterator[Finding]:

@@ -53,6 +53,18 @@ def test_names_that_the_encoding_does_not_have_are_printed(monkeypatch: Any, enc
     assert written.getvalue().endswith(b" 3\n")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_an_error_shows_bytes_that_are_not_utf8_as_messages_do(monkeypatch: Any, encoding: str) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(written, encoding, "backslashreplace"))
+
+    def command() -> int:
+        raise ConfigError("caf\udce9 does not exist")
+
+    assert report_errors(command) == 2
+    assert written.getvalue().endswith(b"caf\\xe9 does not exist\n")
+
+
 def test_text_with_bytes_that_are_not_utf8_becomes_readable() -> None:
     assert as_utf8("caf\udce9 é \ud800") == "caf\\xe9 é \\ud800"
     assert summarize_exception(OSError("caf\udce9")) == "OSError: caf\\xe9"

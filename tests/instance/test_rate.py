@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, List, Optional
 import pytest
 from torch import nn
 
+from raypod.errors import ConfigError
 from raypod.instance.rate import ScheduledRate
 from raypod.model import optimizers
 from raypod.plan.learning_rate import learning_rate
@@ -40,6 +41,12 @@ def test_a_group_with_its_own_rate_follows_the_schedule_from_there(make: Callabl
     scheduled.is_set = False  # as after a checkpoint was loaded
     scheduled.set(device, optimizer, 7)
     assert device.rates == [*expected, expected[7]]
+
+
+def test_a_key_of_a_group_that_the_optimizer_does_not_have_is_an_error(make: Callable[..., Plan]) -> None:
+    groups: List[Any] = [{"params": nn.Linear(2, 2).parameters(), "learning_rate": 0.03}]
+    with pytest.raises(ConfigError, match="sgd has no 'learning_rate'; the keys of a group are .*lr, .*momentum"):
+        optimizers.build_optimizer(make().config, groups)
 
 
 def test_a_constant_rate_is_set_once_for_the_whole_run(make: Callable[..., Plan]) -> None:

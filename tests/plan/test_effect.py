@@ -27,7 +27,10 @@ def flat(**changes: Any) -> Dict[str, Any]:
         ({"training__optimizer": "adam"}, set(), {"training.momentum"}),
         ({"training__lr_schedule": "step"}, {"training.lr_steps", "training.lr_gamma"}, {"training.lr_floor"}),
         ({"data__augment": False}, {"data.augment"}, {"data.flip", "data.crop_padding"}),
-        ({"run__trackers": ("wandb",)}, {"run.tracker_timeout_s"}, set()),
+        ({"run__trackers": ("wandb",)}, {"run.tracker_timeout_s"}, {"run.storage_timeout_s", "run.reset_timeout_s"}),
+        ({"run__storage_path": "/s"}, {"run.storage_timeout_s", "run.keep_remote"}, {"run.tracker_artifacts"}),
+        ({"data__dataset": "imagefolder"}, {"data.policy"}, {"data.rand_augment_ops", "data.cutmix_disable_prob"}),
+        ({"data__dataset": "imagefolder", "data__policy": "rand-augment"}, {"data.rand_augment_magnitude"}, set()),
         ({"task__name": "my:Task"}, {"data.num_workers"}, {"training.model", "data.dataset", "data.jpeg_decoder"}),
     ],
 )
@@ -38,7 +41,7 @@ def test_settings_without_an_effect_are_left_out(changes: Dict[str, Any], shown:
 
 
 def test_the_names_exist_and_a_config_without_the_deciding_setting_is_shown() -> None:
-    assert {*effect.IMAGE_KEYS, *effect._NEEDS, *effect._OF_TRACKERS} <= set(flat())
+    assert {*effect.IMAGE_KEYS, *effect._NEEDS} <= set(flat())
     assert {deciding for deciding, _ in effect._NEEDS.values()} <= set(flat())
     assert effect.with_effect({"data.classes": 10, "run.tracker_timeout_s": 1}) == {
         "data.classes": 10,

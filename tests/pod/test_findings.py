@@ -72,6 +72,28 @@ def listen(
     facts["listening"].append({**place, "pid": 7, "program": "nginx", **changed})
 
 
+@pytest.mark.parametrize(
+    ("host", "ray", "filelock", "is_warned"),
+    [
+        (HOSTS[0], "2.10.0", "3.16.1", True),
+        (HOSTS[0], "2.10.0", "3.11.0", True),
+        (HOSTS[0], "2.10.0", "3.10.7", False),
+        (HOSTS[0], "2.10.0", "3.9.1", False),
+        (HOSTS[0], "2.10.0", None, False),
+        (HOSTS[0], "2.60.0", "4.3.1", False),
+        (HOSTS[1], "2.10.0", "3.16.1", False),
+    ],
+)
+def test_an_autoscaler_that_can_block_itself_is_a_warning(
+    host: str, ray: str, filelock: Optional[str], is_warned: bool
+) -> None:
+    pod = healthy()
+    pod[host]["python"]["packages"].update(ray=ray, filelock=filelock)
+    found = [each for each in examine(EXPECTED, pod) if each.what == "autoscaler"]
+    assert [(each.level, each.host) for each in found] == [(WARN, HOSTS[0])] * is_warned
+    assert all("filelock<3.11" in each.way_out for each in found)
+
+
 def test_a_healthy_pod_has_only_ok_findings() -> None:
     assert bad(healthy()) == []
     whats = {finding.what for finding in examine(EXPECTED, healthy())}
