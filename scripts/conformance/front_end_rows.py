@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 from conformance.front_end_runs import Bench, Run, difference
 
@@ -213,6 +213,19 @@ def _lost_coordinator(bench: Bench, _times: Times) -> Outcome:
     return Outcome(run, _problem(run, 0, apart, 0.0), apart)
 
 
+def _sets(flags: Tuple[str, ...], expected: Mapping[str, Any]) -> Row:
+    """A training of one update, whose session options are compared with those expected; None: it is not set."""
+
+    def row(bench: Bench, _times: Times) -> Outcome:
+        run = bench.train([*_ONE, *flags, "--updates", "1"])
+        found = run.options()
+        wrong = [f"{name} is {found.get(name)}" for name, value in expected.items() if found.get(name) != value]
+        problem = "" if run.code == 0 else _problem(run, 0)
+        return Outcome(run, problem or "; ".join(wrong), has_losses=False)
+
+    return row
+
+
 def _launch(bench: Bench, _times: Times) -> Outcome:
     program = bench.folder / "program.py"
     program.write_text(_PROGRAM)
@@ -237,6 +250,100 @@ _IPU = (
     *("--floating-point-exceptions", "--engine-option", "opt.internalExchangeOptimisationTarget=memory"),
     *("--popart", "outlineThreshold=10.0", "--popart-pattern", "TiedGather=true"),
 )
+_HALF = ("--precision", "16.16", "--loss-scaling", "128")
+_COLLECTIVES = "replicatedCollectivesSettings"
+_LOCATIONS = ("optimizer", "weight", "activation", "accumulator")
+# Each option of the section `ipu` is in a row, with the session option that Graphcore's applications set for it.
+_OPTIONS: Dict[str, Row] = {
+    "defaults of 16.16, 2 replicas": _sets(
+        (*_HALF, "--replicas", "2", "--gradient-accumulation", "2"),
+        {
+            "enableStochasticRounding": True,
+            "partialsTypeMatMuls": "half",
+            "convolutionOptions.partialsType": "half",
+            "accumulateOuterFragmentSettings.schedule": 0,
+            f"{_COLLECTIVES}.prepareScheduleForMergingCollectives": True,
+            f"{_COLLECTIVES}.mergeAllReduceCollectives": True,
+            "disableGradAccumulationTensorStreams": True,
+            "disableOptimizerStateTensorStreams": None,
+            "engineOptions.target.deterministicWorkers": "portable",
+            "autoRecomputation": None,
+        },
+    ),
+    "numerics": _sets(
+        (
+            *("--precision", "16.16", "--no-stochastic-rounding", "--partials", "float", "--automatic-loss-scaling"),
+            *("--no-stable-norm", "--floating-point-exceptions", "--accumulator-streams", "--replicas", "2"),
+            "--no-merged-all-reduces",
+        ),
+        {
+            "enableStochasticRounding": False,
+            "partialsTypeMatMuls": "float",
+            "convolutionOptions.partialsType": "float",
+            "automaticLossScalingSettings.enabled": True,
+            "enableStableNorm": False,
+            "enableFloatingPointChecks": True,
+            "disableGradAccumulationTensorStreams": None,
+            "accumulateOuterFragmentSettings.schedule": None,
+            f"{_COLLECTIVES}.mergeAllReduceCollectives": None,
+        },
+    ),
+    "memory": _sets(
+        (
+            *(*_HALF, "--replicas", "2", "--available-memory-proportion", "0.2", "--recomputation", "all"),
+            *("--recomputation-checkpoints", "features.[3-5]", "--off-chip", "optimizer,weights,activations"),
+            *("--replicated-tensor-sharding", "optimizer,weights,accumulators", "--off-chip-min-elements", "3"),
+            *("--sharding-min-elements", "4"),
+        ),
+        {
+            "available_memory_proportion.0": 0.2,
+            "autoRecomputation": 4,
+            "explicitRecomputation": True,
+            "operators.recomputation_checkpoint": 3,
+            **{f"location_{name}.onChip": int(name == "accumulator") for name in _LOCATIONS},
+            **{f"location_{name}.useReplicatedTensorSharding": int(name != "activation") for name in _LOCATIONS},
+            "location_optimizer.minElementsForOffChip": 3,
+            "location_optimizer.minElementsForReplicatedTensorSharding": 4,
+        },
+    ),
+    "accumulators off chip, norms": _sets(
+        ("--gradient-accumulation", "2", "--off-chip", "accumulators", "--recomputation", "norms"),
+        {"location_accumulator.onChip": 0, "location_optimizer.onChip": None, "autoRecomputation": 2},
+    ),
+    "recomputation standard, profile": _sets(
+        ("--recomputation", "standard", "--ipu-profile", "profile", "--synthetic-data-on-device"),
+        {
+            "autoRecomputation": 1,
+            "explicitRecomputation": True,
+            "engineOptions.autoReport.all": "true",
+            "syntheticDataMode": 2,
+        },
+    ),
+    "pipeline": _sets(
+        (*_PIPELINE, "--recomputation", "pipeline", "--available-memory-proportion", "0.1,0.3"),
+        {
+            "available_memory_proportion.0": 0.1,
+            "available_memory_proportion.1": 0.3,
+            "autoRecomputation": 3,
+            "explicitRecomputation": None,
+        },
+    ),
+    "input and output, any option": _sets(
+        (
+            *("--execution", "sharded", "--io-tiles", "32", "--overlap-io", "accumulation-loop"),
+            *("--prefetch-depth", "3", "--engine-option", "opt.internalExchangeOptimisationTarget=memory"),
+            *("--popart", "outlineThreshold=10.0", "--popart-pattern", "TiedGather=true"),
+        ),
+        {
+            "numIOTiles": 32,
+            "operators.set_overlap_for_input": 2,
+            "defaultPrefetchBufferingDepth": 3,
+            "engineOptions.opt.internalExchangeOptimisationTarget": "memory",
+            "outlineThreshold": 10.0,
+            "patterns.TiedGather": True,
+        },
+    ),
+}
 ROWS: Dict[str, Row] = {
     "default, one instance": _like_emulated(_ONE),
     "default, 2 instances": _like_emulated(_TWO),
@@ -249,6 +356,7 @@ ROWS: Dict[str, Row] = {
     "rmsprop": _like_emulated((*_ONE, "--optimizer", "rmsprop", "--learning-rate", "0.002")),
     "rmsprop as in TensorFlow": _like_emulated((*_ONE, "--optimizer", "rmsprop", "--rmsprop-tf")),
     "options of the section ipu": _like_emulated((*_ONE, *_IPU, "--loss-scaling", "128"), "16.16"),
+    **{f"session options: {name}": row for name, row in _OPTIONS.items()},
     "resnet 16.32": _like_emulated(_ONE, "16.32"),
     "resnet 16.16": _like_emulated((*_ONE, "--loss-scaling", "128"), "16.16"),
     "vit 32.32": _like_emulated(_VIT),

@@ -83,6 +83,11 @@ class Run(NamedTuple):
         events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [event for event in events if event["event"] == name]
 
+    def options(self) -> Dict[str, Any]:
+        """The session options of a training model by name, those of a group as `GROUP.NAME`; empty if there is none."""
+        found = sorted(self.state.glob("options-training-*.json"))
+        return _flat(json.loads(found[0].read_text()), "") if found else {}
+
     def calls(self) -> Dict[int, int]:
         """How many times the ledger has the call that begins after each update."""
         lines, _ = ledger.read(self.folder / ledger.NAME)
@@ -91,6 +96,13 @@ class Run(NamedTuple):
     def core(self) -> List[Dict[str, Any]]:
         """What the cores of all processes have done."""
         return [json.loads(line) for path in self.state.glob("log-*.jsonl") for line in path.read_text().splitlines()]
+
+
+def _flat(options: Dict[str, Any], prefix: str) -> Dict[str, Any]:
+    found: Dict[str, Any] = {}
+    for name, value in options.items():
+        found.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value})
+    return found
 
 
 def difference(run: Run, other: Run, update: Optional[int] = None) -> Optional[float]:
@@ -146,6 +158,24 @@ class Bench:
         return subprocess.run(
             [sys.executable, "-m", "raypod", *command], env=environment, stdout=subprocess.DEVNULL, check=False
         ).returncode
+
+    def options_of(
+        self, command: Sequence[str], environment: Dict[str, str], place: Path, paths: Sequence[str] = ()
+    ) -> Dict[str, Any]:
+        """The session options of the training model that a Python program compiles, in the folder `place`.
+
+        `paths` are added to the places of its modules. Its output is that of an AssertionError, if it fails.
+        """
+        state = self.folder / f"state-{self._new().name}"
+        state.mkdir()
+        found = self._environment(environment, "ipu", state)
+        found["PYTHONPATH"] = os.pathsep.join([found["PYTHONPATH"], *paths])
+        done = subprocess.run(
+            [sys.executable, *command], cwd=place, env=found, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, timeout=self._limit_s, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}"
+        return Run(0, place, state, done.stdout).options()
 
     def _new(self) -> Path:
         self._count += 1

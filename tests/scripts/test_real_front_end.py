@@ -9,7 +9,7 @@ from typing import Any, Dict
 
 import pytest
 import torch
-from conformance import front_end_rows, front_end_runs, real_front_end
+from conformance import compare_options, front_end_rows, front_end_runs, real_front_end
 from conformance.front_end import device, session_options
 from conformance.front_end.device import Device, Peers
 from conformance.front_end.optimizers import DeviceOptimizer
@@ -226,6 +226,25 @@ def test_the_difference_of_weights_is_a_part_of_their_length(tmp_path: Path) -> 
 
     assert front_end_runs.difference(first, second) == pytest.approx(0.1)
     assert front_end_runs.difference(first, second, update=8) is None
+
+
+def test_each_difference_of_session_options_needs_an_explanation() -> None:
+    explained: Dict[str, Any] = dict.fromkeys(compare_options.EXPLAINED, 1)
+
+    assert compare_options.report({**explained, "random_seed": 42}, {"random_seed": 42}) == 0
+    assert compare_options.report({**explained, "random_seed": 42}, {"random_seed": 43}) == 1
+    assert compare_options.report(explained, {"output_mode": 1}) == 1, "the explanation has no difference any more"
+
+
+def test_options_are_kept_with_those_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _run(tmp_path, losses=[])
+    monkeypatch.setenv("FRONT_END_FOLDER", str(run.state))
+    monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", '{"opt.a": "1"}')
+
+    device.keep_options({"patterns": {"TiedGather": True}, "engineOptions": {"opt.a": "0", "opt.b": "2"}}, {}, True)
+
+    kept = {"patterns.TiedGather": True, "engineOptions.opt.a": "1", "engineOptions.opt.b": "2"}
+    assert run.options() == kept
 
 
 def _run(folder: Path, losses: Any) -> front_end_runs.Run:

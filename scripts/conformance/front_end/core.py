@@ -149,6 +149,7 @@ def compileWithManualTracing(
         executable.check()
     except ValueError as problem:
         raise error(str(problem)) from None
+    device.keep_options(options, executable.graph.operators(), training)
     cached = None
     if options.get("cachePath"):
         nodes = repr([(str(node.func), node.results) for node in executable.graph.nodes])

@@ -72,6 +72,18 @@ def log(event: str, moved: int = 0) -> None:
         file.write(json.dumps({"event": event, "bytes": moved, "time": time.time()}) + "\n")
 
 
+def keep_options(options: Dict[str, Any], operators: Dict[str, int], training: bool) -> None:
+    """Writes the options of a program to a file of this process, as text where JSON has no such value.
+
+    Poplar's engine options also come from the environment, which takes precedence. `operators`: how many of each, by
+    its name.
+    """
+    engine = {**options.get("engineOptions", {}), **json.loads(os.environ.get("POPLAR_ENGINE_OPTIONS") or "{}")}
+    kept = {**options, "engineOptions": engine, "operators": operators}
+    path = _folder() / f"options-{'training' if training else 'inference'}-{os.getpid()}.json"
+    path.write_text(json.dumps(kept, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
+
+
 def _folder() -> Path:
     return Path(os.environ["FRONT_END_FOLDER"])
 

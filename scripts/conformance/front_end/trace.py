@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
@@ -133,6 +134,11 @@ class Graph:
     def forward_stages(self) -> int:
         """The number of pipeline stages of the forward pass."""
         return 1 + sum(before != after for before, after in zip(self.ipus, self.ipus[1:]))
+
+    def operators(self) -> Dict[str, int]:
+        """The number of operators of PopTorch by their names, without the loss."""
+        names = (node.func._schema.name.partition("::") for node in self.nodes)
+        return dict(Counter(name for namespace, _, name in names if namespace == "poptorch" and name not in _LOSSES))
 
     def finish(self) -> None:
         """Removes nodes that only rename parameters; call it when the trace has ended."""
