@@ -36,7 +36,9 @@ class Before(Line):
     ],
 )
 def test_reassigning_a_parameter_is_rejected(change):
-    with pytest.raises(poptorch.Error, match="parameter 'weight' was reassigned"):
+    with pytest.raises(
+        poptorch.Error, match="Parameter weight is reassigned within the model when calling the forward"
+    ):
         trained(Before(change), torch.ones(1))
 
 
@@ -237,3 +239,11 @@ def test_the_device_has_the_name_ipu():
     assert model(torch.ones(2)).tolist() == [3, 3]
     assert model(torch.zeros(2)).tolist() == [2, 2]
     assert not poptorch._impl.isDispatchTracing()
+
+
+@pytest.mark.parametrize("function", [torch.bucketize, lambda x, edges, **other: torch.searchsorted(edges, x, **other)])
+def test_indices_of_32_bits_are_written_into_an_output_of_the_device(function):
+    x, edges, out = torch.tensor([[2, 5], [6, 9]]), torch.tensor([1, 5, 7]), torch.zeros(2, 2, dtype=torch.int32)
+    found = on_device(lambda x, edges, out: function(x, edges, out_int32=True, out=out), x, edges, out)
+    assert found.dtype == torch.int32
+    assert found.tolist() == [[1, 1], [2, 3]]

@@ -98,7 +98,7 @@ def test_the_velocity_is_stored_with_its_scaling(arguments, scaling):
 def test_the_mean_reduction_strategy_is_fixed_by_compiling():
     training = wrapped(Line(), options(1, 2))
     training(torch.ones(2))
-    with pytest.raises(ValueError, match="compiled with MeanReductionStrategy.Post"):
+    with pytest.raises(ValueError, match="the executable is already compiled, with Post"):
         training.setOptimizer(poptorch.optim.SGD(training.model.parameters(), lr=0.1, **HALF))
 
 

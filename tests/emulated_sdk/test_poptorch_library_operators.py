@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.poptorch_models import on_device, options, wrapped
+from tests.support.poptorch_models import Apply, on_device, options, wrapped
 
 
 def call(name, *inputs, like=None, domain="ai.graphcore", **attributes):
@@ -149,3 +149,83 @@ def test_the_leaky_relu_of_the_tutorial():
     for attributes, alpha in (({}, 0.01), ({"alpha": 0.5}, 0.5)):
         found = on_device(lambda x: call("LeakyRelu", x, domain="custom.ops", **attributes), x)  # noqa: B023
         torch.testing.assert_close(found, torch.nn.functional.leaky_relu(x, alpha))
+
+
+def averaging(x, model, factor=0.9):
+    factor = torch.tensor([factor], device="ipu") if x.dim() else factor
+    with torch.no_grad():
+        example = [model.weight]
+        poptorch.custom_op([model.weight, model.average, factor], "ExpMovAvg", "com.acme", 1, example, {})
+    return poptorch.identity_loss(model.weight * x, "mean")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.half])
+def test_a_moving_average_is_updated_once_per_weight_update_from_the_weight_before_it(dtype):
+    weight, average = nn.Parameter(torch.ones(1, dtype=dtype)), nn.Parameter(torch.zeros(1, dtype=dtype), False)
+    model = Apply(lambda model, x: averaging(x, model), weight=weight, average=average)
+    training = wrapped(model, options(replicas=2, accumulation=2, iterations=2), lr=0.5)
+    for _ in range(2):
+        training(torch.ones(8, 1, dtype=dtype))
+    expected = 0.0
+    for each in (1.0, 0.5, 0.0, -0.5):
+        expected = 0.9 * expected + 0.1 * each
+    assert model.weight.item() == pytest.approx(-1.0)
+    assert model.average.item() == pytest.approx(expected, rel=2e-3 if dtype == torch.half else 1e-6)
+
+
+def test_a_moving_average_of_what_is_no_parameter_is_an_error():
+    x = torch.ones(1)
+    with pytest.raises(poptorch.Error, match="its second input is the parameter that it updates"):
+        on_device(lambda x: call("ExpMovAvg", x, x, x, domain="com.acme"), x)
+
+
+@pytest.mark.parametrize(("reduction", "scale"), [("Sum", 1.0), ("Mean", 0.5), ("NoReduction", 1.0)])
+def test_the_ctc_loss_of_popart_and_its_gradient(reduction, scale):
+    torch.manual_seed(0)
+    logits, targets = torch.randn(6, 2, 4), torch.tensor([[1, 2, 2], [3, 1, 0]])
+    lengths = torch.tensor([6, 5]), torch.tensor([3, 2])
+    attributes = {"reduction": reduction, "blank": 0, "outDataType": "UNDEFINED", "enableReducedClassesInLabel": True}
+
+    def losses(weight, zeros):
+        log_probs = weight.log_softmax(2) + zeros
+        inputs = [log_probs, *(each.to("ipu", torch.int32) for each in (targets, *lengths))]
+        loss = torch.zeros(2) if reduction == "NoReduction" else torch.zeros(())
+        return poptorch.custom_op(inputs, "Ctc", "ai.graphcore", 1, [loss, log_probs], attributes)
+
+    found = on_device(losses, logits, torch.zeros(1))
+    source = logits.clone().requires_grad_()
+    each = torch.nn.functional.ctc_loss(source.log_softmax(2), targets, *lengths, reduction="none")
+    (gradient,) = torch.autograd.grad(each.sum(), source)
+    expected = {"Sum": each.sum(), "Mean": each.mean(), "NoReduction": each}[reduction]
+    torch.testing.assert_close(found[0], expected.detach())
+    torch.testing.assert_close(found[1], gradient)
+    trained, _ = gradients(lambda weight, zeros: losses(weight, zeros)[0], logits, torch.zeros(1), torch.ones(1))
+    torch.testing.assert_close(trained, scale * gradient)
+
+
+def detected(scores, boxes, count, **attributes):
+    integers = torch.zeros(len(scores), count, dtype=torch.int)
+    like = [integers, torch.zeros(len(scores), count), torch.zeros(len(scores), count, 4), integers, integers[:, 0]]
+    attributes = {"numDetections": count, "useGather": 1, **attributes}
+    return on_device(
+        lambda *given: poptorch.custom_op([*given], "Nms", "ai.graphcore", 1, like, attributes), scores, boxes
+    )
+
+
+def test_overlapping_boxes_of_a_class_are_suppressed():
+    boxes = torch.tensor([[0.0, 0, 10, 10], [0, 0, 10, 9], [20, 20, 30, 30], [0, 0, 10, 4]]).repeat(2, 1, 1)
+    scores = torch.tensor([[0.9, 0.0], [0.8, 0.7], [0.1, 0.6], [0.5, 0.0]]).repeat(2, 1, 1)
+    scores[1, 1:] = 0
+    indices, kept, places, classes, lengths = detected(scores, boxes, 5, threshold=0.5, scoreThreshold=0.2)
+    none = torch.iinfo(torch.int32).max
+    assert indices.tolist() == [[0, 1, 2, 3, -1], [0, -1, -1, -1, -1]]
+    assert classes.tolist() == [[0, 1, 1, 0, none], [0, *[none] * 4]]
+    assert lengths.tolist() == [4, 1]
+    torch.testing.assert_close(kept, torch.tensor([[0.9, 0.7, 0.6, 0.5, 0.0], [0.9, 0.0, 0.0, 0.0, 0.0]]))
+    assert torch.equal(places[0, :4], boxes[0, [0, 1, 2, 3]])
+    assert not places[1, 1:].any()
+    soft = detected(scores[:1], boxes[:1], 2, scoreThreshold=0.2, sigma=0.5)
+    assert soft[0].tolist() == [[0, 1]]  # of class 1, as box 1 of class 0 overlaps with the first
+    assert detected(scores[:1], boxes[:1], 4, scoreThreshold=0.2, sigma=0.5)[1][0, 3].item() == pytest.approx(
+        0.5 * torch.exp(torch.tensor(-(0.4**2) / 0.5)).item()
+    )

@@ -159,12 +159,18 @@ def test_dynamic_ops_are_differentiable():
             r"`start` must be one integer, not int32 \[2\]",
         ),
         (lambda x: poptorch.dynamic_slice(x, 0, 0, torch.tensor(2), 1), "`size` must be a constant int"),
+        (lambda x: poptorch.dynamic_slice(x, 0, torch.tensor(0), 0, 1), "start and end of a slice must be different"),
+        (lambda x: poptorch.dynamic_slice(x, 0, torch.tensor(0), -1, 1), "end less than the start is not supported"),
         (lambda x: poptorch.dynamic_slice(x, 0, torch.tensor(0), 2, 0), "`step` must be a constant int of at least 1"),
         (
             lambda x: poptorch.dynamic_update(x, x, 0, torch.tensor(0), 2),
             r"`src` is float32 \[4\], but the slice .* float32 \[2\]",
         ),
-        (lambda x: poptorch.dynamic_update(x, x[:2].to(torch.int64), 0, torch.tensor(0), 2), r"`src` is int32 \[2\]"),
+        (
+            lambda x: poptorch.dynamic_update(x, x[:2].to(torch.int64), 0, torch.tensor(0), 2),
+            r"must have same dtype. \(torch.float32 vs torch.int32\)",
+        ),
+        (lambda x: poptorch.dynamic_update(x, x[None], 0, torch.tensor(0), 2), r"same dimensionality. \(1\) vs \(2\)"),
         (lambda x: poptorch.dynamic_update(x, x, 0, torch.tensor(1), 4), r"slice \[1 : 5\]"),
     ],
 )
@@ -180,3 +186,6 @@ def test_a_model_is_compiled_whatever_the_start_of_its_slices_is():
     assert model(torch.arange(4.0), torch.tensor([1])).tolist() == [1, 2]
     with pytest.raises(poptorch.Error, match="exceeds dimension 0"):
         model(torch.arange(4.0), torch.tensor([3]))
+    uneven = poptorch.inferenceModel(Apply(lambda x, start: poptorch.dynamic_slice(x, 0, start, 3, 1)))
+    with pytest.raises(poptorch.Error, match=r"slice \(3\) must be a factor of the slicing dimension \(4\)"):
+        uneven.compile(torch.zeros(4), torch.tensor([0]))

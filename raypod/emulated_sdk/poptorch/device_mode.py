@@ -318,6 +318,14 @@ def _replaced_by(replacement: Callable[..., Any]) -> _Handler:
     return convert
 
 
+def _long_indices(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+    """Return indices in the device's integers where the program asks for 32 bits."""
+    if not kwargs.get("out_int32"):
+        return func(*args, **kwargs)
+    mode.has_replaced = True
+    return func(*args, **{**kwargs, "out_int32": False})
+
+
 def _handlers() -> Dict[Callable[..., Any], _Handler]:
     handlers: Dict[Callable[..., Any], _Handler] = dict.fromkeys(_functions(_LOSS_NAMES), _loss)
     handlers.update(dict.fromkeys(_functions(_LAYER_NAMES), _weights_like_input))
@@ -328,6 +336,7 @@ def _handlers() -> Dict[Callable[..., Any], _Handler]:
     handlers.update(dict.fromkeys((torch.Tensor.double, torch.Tensor.bfloat16), _replaced_by(torch.Tensor.float)))
     handlers[torch.Tensor.int] = _replaced_by(torch.Tensor.long)
     handlers[torch.Tensor.cpu] = _reject_cpu
+    handlers.update(dict.fromkeys((torch.bucketize, torch.searchsorted), _long_indices))
     return handlers
 
 

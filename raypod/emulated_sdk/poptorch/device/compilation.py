@@ -200,10 +200,15 @@ class _TensorChecks:
         after: Dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for kind, tensors in (("parameter", self._parameters), ("buffer", self._buffers)):
             for name, tensor in tensors.items():
-                if after.get(name) is not tensor or tensor.data_ptr() != self._before[id(tensor)].address:
+                if name not in after:
                     raise Error(
-                        f"The {kind} {name!r} was reassigned within the model's forward(), which the device does not "
-                        f"support. Consider changing it in place: self.{name}.copy_(value)"
+                        f"{kind.capitalize()} {name} is removed from the model when calling the forward method."
+                    )
+                if after[name] is not tensor or tensor.data_ptr() != self._before[id(tensor)].address:
+                    raise Error(
+                        f"{kind.capitalize()} {name} is reassigned within the model when calling the forward method. "
+                        f"This is not supported. Consider using self.{name}.copy_(src) to copy data from a source "
+                        "tensor, where src is the name of the source tensor."
                     )
         for name in self._changed(self._parameters, set()):
             raise Error(
@@ -244,8 +249,8 @@ def _final_loss(marks: List[torch.Tensor]) -> torch.Tensor:
     independent = [mark for mark in marks[:-1] if mark.grad_fn not in ancestors]
     if independent:
         raise Error(
-            f"Multiple independent losses found in graph: the last loss does not depend on {len(independent)} of "
-            f"{len(marks)} losses. Combine them and mark the result by poptorch.identity_loss(x, reduction)"
+            "Multiple independent losses found in graph. Graph must have one final loss. Wrap final graph loss in "
+            f"poptorch.identity_loss. Here the last loss does not depend on {len(independent)} of {len(marks)} losses."
         )
     if final.numel() != 1:
         # The SDK's documentation does not define this case.

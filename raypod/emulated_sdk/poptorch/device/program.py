@@ -331,8 +331,10 @@ class TrainingProgram(Program):
         compiled = MeanReductionStrategy(self._options.Training.meanAccumulationAndReplicationReductionStrategy)
         if values.needs_running_mean and compiled != MeanReductionStrategy.Running:
             raise ValueError(
-                f"The model was compiled with MeanReductionStrategy.{compiled.name}, but an optimizer that accumulates "
-                "in half needs Running: set the strategy by options.Training, or wrap the model again"
+                "Invalid optimizer: the new optimizer would require changing options.Training."
+                "meanAccumulationAndReplicationReductionStrategy to poptorch.MeanReductionStrategy.Running, as it "
+                f"accumulates in half, but the executable is already compiled, with {compiled.name}. Set the strategy "
+                "before, or wrap the model again"
             )
         self.optimizer.hyperparameters.check_change(values)
 

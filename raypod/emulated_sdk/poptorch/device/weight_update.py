@@ -17,6 +17,7 @@ import torch
 from _pod import spans
 from _pod.gradient_sum import GradientSum, Placement
 
+from poptorch.device import moving_averages
 from poptorch.device.gradient_accumulation import Accumulating
 from poptorch.device.memory import DeviceMemory
 from poptorch.device.numerics import HalfAccumulator, HalfWeights, LossScaleUpdates
@@ -140,6 +141,7 @@ class WeightUpdate(NoUpdate):
                 self._buffers.exchange(self._buffers.changed(0, is_last).tolist(), _gather_single_process)
         else:
             counts = self._reduce(self._sum, is_last)
+        moving_averages.apply(self._memory.replicas[0].parameters, self._memory.updated)
         if self.optimizer.hyperparameters.max_grad_norm == float("inf") and not self.measures_gradients:
             threads.each(self._scale_and_step)
         else:
@@ -168,6 +170,7 @@ class WeightUpdate(NoUpdate):
         for accumulator in self._accumulators:
             accumulator.reset()
         for memory in self._memory.replicas:
+            moving_averages.discard(memory.parameters.values())
             for parameter in (*memory.parameters.values(), *memory.updated.values()):
                 parameter.grad = None
         for name in self._memory.groups:

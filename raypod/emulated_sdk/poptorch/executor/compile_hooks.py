@@ -56,7 +56,7 @@ def _call(hooks: Dict[int, _Hook]) -> None:
 
 def _register(hooks: Dict[int, _Hook], hook: _Hook) -> RemovableHandle:
     if not callable(hook):
-        raise RuntimeError(f"A compile hook must be a function; {hook!r} is not callable")
+        raise RuntimeError(f"A compile hook must be callable, and {hook!r} is not")
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

@@ -10,6 +10,12 @@ from poptorch.enums import OutputMode
 from poptorch.errors import Error
 from poptorch.optim import SGD
 from poptorch.options import Options
+from poptorch.options.strategies import ShardedExecution
+
+_ITERATIONS = (
+    " Use poptorch.Options().deviceIterations to process a sufficient number of batches each run for pipelined "
+    "execution instead."
+)
 
 
 def chosen_options(options: Optional[Options], is_training: bool) -> Options:
@@ -26,10 +32,11 @@ def chosen_options(options: Optional[Options], is_training: bool) -> Options:
         chosen.outputMode(OutputMode.Final if is_training else OutputMode.All)
     chosen._freeze()
     if not is_training and chosen.Training.gradient_accumulation != 1:
+        is_pipelined = not isinstance(chosen._execution_strategy, ShardedExecution)
         raise Error(
             "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
-            "when running a poptorch.inferenceModel(). "
-            f"It is {chosen.Training.gradient_accumulation}: use separate options for validation"
+            f"when running a poptorch.inferenceModel().{_ITERATIONS if is_pipelined else ''} It is "
+            f"{chosen.Training.gradient_accumulation}: use separate options for validation"
         )
     return chosen
 

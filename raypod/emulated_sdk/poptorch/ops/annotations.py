@@ -302,7 +302,9 @@ class MultiConv:
 
     def _check(self, convolutions: int) -> None:
         if convolutions == 0:
-            raise Error("poptorch.MultiConv has no convolution: call at least one inside the context")
+            raise Error(
+                "Unexpected end_multi_conv: poptorch.MultiConv has no convolution. Call at least one in its context"
+            )
         for name, values in self._per_convolution.items():
             if len(values) not in (1, convolutions):
                 raise Error(

@@ -8,11 +8,12 @@ device.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Callable, List, Tuple
 
 import torch
 
-from poptorch.device_mode import compiling_mode
+from poptorch.device_mode import API_DTYPE, compiling_mode
 from poptorch.errors import Error
 from poptorch.ops.arguments import ArgumentError, Signature, checked_callable, checked_int, checked_tensor
 from poptorch.parallel.tracing import active_recorder
@@ -86,7 +87,7 @@ def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int
 
     Args:
         start: a tensor of one integer.
-        size, step: constants of at least 1.
+        size, step: constants of at least 1; in the forward of a model `size` divides the dimension.
 
     Raises:
         poptorch.Error and ValueError: other arguments, or a slice that exceeds the tensor.
@@ -94,6 +95,10 @@ def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int
     checked_tensor("dynamic_slice", "tensor", tensor)
     checked_int("dynamic_slice", "step", step, minimum=1)
     dim, begin = _slice_start("dynamic_slice", tensor, dim, start, size)
+    if compiling_mode() is not None and tensor.shape[dim] % size:
+        raise ArgumentError(
+            f"The size of the slice ({size}) must be a factor of the slicing dimension ({tensor.shape[dim]})."
+        )
     return tensor.narrow(dim, begin, size)[(slice(None),) * dim + (slice(None, None, step),)].clone()
 
 
@@ -110,6 +115,11 @@ def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torc
     """
     checked_tensor("dynamic_update", "input", input)
     checked_tensor("dynamic_update", "src", src)
+    if input.dim() != src.dim():
+        raise ArgumentError(f"input and src tensors must have same dimensionality. ({input.dim()}) vs ({src.dim()})")
+    if input.dtype != src.dtype:
+        dtypes = " vs ".join(str(API_DTYPE.get(tensor.dtype, tensor.dtype)) for tensor in (input, src))
+        raise ArgumentError(f"input and src tensor must have same dtype. ({dtypes})")
     dim, begin = _slice_start("dynamic_update", input, dim, start, size)
     replaced = Signature.of([input.narrow(dim, begin, size)])
     given = Signature.of([src])
@@ -175,7 +185,14 @@ def _copies(values: List[Any]) -> List[Any]:
 
 def _slice_start(op: str, tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int) -> Tuple[int, int]:
     """Return the non-negative dimension and the start of a slice; ArgumentError if it exceeds the tensor."""
-    checked_int(op, "size", size, minimum=1)
+    checked_int(op, "size", size, minimum=-sys.maxsize)
+    if size < 1:
+        raise ArgumentError(
+            f"The start and end of a slice must be different. poptorch.{op}: `size` is 0"
+            if size == 0
+            else "Taking a slice of a tensor with the end less than the start is not supported. "
+            f"poptorch.{op}: `size` is {size}"
+        )
     checked_int(op, "dim", dim, minimum=-tensor.dim())
     if dim >= tensor.dim():
         raise ArgumentError(f"poptorch.{op}: `dim` is {dim}, but the tensor has {tensor.dim()} dimensions")

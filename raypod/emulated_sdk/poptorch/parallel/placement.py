@@ -216,11 +216,15 @@ def _check_pipeline(forward_stages: int, options: Options, is_training: bool) ->
     if forward_stages == 1 or given >= depth:
         return
     if is_training:
-        setter, stages = "Training.gradientAccumulation", f"{depth} = 2 x {forward_stages} forward stages - 1"
+        setter = "Training.gradientAccumulation"
+        note = (
+            f" Please note that a model with {forward_stages} pipeline stages in PopTorch will have an additional "
+            f"{forward_stages - 1} stages when training."
+        )
     else:
-        setter, stages = "deviceIterations", f"{depth} forward stages"
+        setter, note = "deviceIterations", ""
     raise Error(
         f"poptorch.Options().{setter} must be greater than or equal to the number of pipeline stages ({depth}) when "
-        f"using poptorch.PipelinedExecution: the model has {stages}, and {setter} is {given}. Set it to {depth} or "
-        "more, or use poptorch.ShardedExecution"
+        f"using poptorch.PipelinedExecution.{note} {setter} is {given}: set it to {depth} or more, or use "
+        "poptorch.ShardedExecution"
     )
