@@ -80,6 +80,19 @@ def test_an_option_changes_the_estimate_in_its_direction(
     assert [getattr(after, name) for name in others] == [getattr(before, name) for name in others]
 
 
+def test_the_copies_of_weights_in_half_precision_are_counted_once_for_all_micro_batches(make: Any) -> None:
+    copies: List[int] = []
+    parameters: List[nn.Parameter] = []
+    for batch_size in (1, 4):
+        sizes = {"model": "resnet8", "batch_size": batch_size}
+        mixed, half = (make(training={**sizes, "precision": each}) for each in ("16.32", "16.16"))
+        copies.append(inspect(mixed).memory[0].activations - inspect(half).memory[0].activations)
+        parameters = list(pipeline.network_of(task_of(mixed.config)).parameters())
+    matrices = sum(each.numel() for each in parameters if each.dim() > 1)
+    assert copies[0] == copies[1]
+    assert 2 * matrices <= copies[0] <= 2 * sum(each.numel() for each in parameters)
+
+
 @example(costs=[4, 6, 3, 2, 7, 10], stages=4)  # the sum of squares of a prefix depends on the most expensive stage
 @given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=7), stages=st.integers(1, 4))
 def test_balanced_splits_minimize_the_cost_of_the_most_expensive_stage(costs: List[int], stages: int) -> None:

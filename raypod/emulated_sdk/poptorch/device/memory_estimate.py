@@ -40,7 +40,8 @@ class IpuMemory(NamedTuple):
         weights: parameters and buffers.
         gradients: accumulated gradients; without accumulation those of the largest parameter.
         optimizer: state of the optimizer.
-        activations: activations of all micro-batches in flight, and the operands of the largest operator.
+        activations: activations of all micro-batches in flight, copies of weights in half precision, and the operands
+            of the largest operator.
         code: code, exchange and buffers of streams: a fixed share of the memory.
     """
 
@@ -111,7 +112,7 @@ def estimate_memory(
             _weights(stages, options, usage),
             _gradients(stages, options, usage),
             _optimizer(stages, options, usage),
-            sum(kept[stage.index] for stage in stages)
+            sum(kept[stage.index] + scaled[stage.index].casts for stage in stages)
             + max((2 * scaled[stage.index].operands for stage in stages), default=0),
             round(CODE_SHARE * MEMORY_BYTES),
         )
@@ -231,6 +232,7 @@ def _merged_activations(parts: Sequence[StageActivations]) -> StageActivations:
         sum(part.checkpoints for part in parts),
         sum(part.tensors for part in parts),
         max((part.operands for part in parts), default=0),
+        sum(part.casts for part in parts),
     )
 
 

@@ -25,6 +25,8 @@ class StageActivations(NamedTuple):
         checkpoints: tensors marked by `recomputationCheckpoint`.
         tensors: number of tensors in the segments.
         operands: operands and results of the largest operator.
+        casts: what the backward pass needs of the results of weights only, as their copies in half precision. The
+            micro-batches share them (inferred).
     """
 
     segments: Tuple[int, ...] = (0,)
@@ -32,6 +34,7 @@ class StageActivations(NamedTuple):
     checkpoints: int = 0
     tensors: int = 0
     operands: int = 0
+    casts: int = 0
 
     @property
     def saved(self) -> int:
@@ -49,17 +52,18 @@ class StageActivations(NamedTuple):
         segments = tuple(round(factor * segment) for segment in self.segments)
         sizes = (round(factor * size) for size in (self.entering, self.checkpoints))
         entering, checkpoints = sizes
-        return StageActivations(segments, entering, checkpoints, self.tensors, round(factor * self.operands))
+        operands = round(factor * self.operands)
+        return StageActivations(segments, entering, checkpoints, self.tensors, operands, self.casts)
 
 
 class _OpenStage:
     def __init__(self) -> None:
         self.segments = [0]
         self.entering: Dict[int, int] = {}
-        self.checkpoints = self.tensors = self.operands = 0
+        self.checkpoints = self.tensors = self.operands = self.casts = 0
 
     def activations(self) -> StageActivations:
-        sizes = (sum(self.entering.values()), self.checkpoints, self.tensors, self.operands)
+        sizes = (sum(self.entering.values()), self.checkpoints, self.tensors, self.operands, self.casts)
         return StageActivations(tuple(self.segments), *sizes)
 
 
@@ -81,6 +85,7 @@ class ActivationRecorder:
         self._recorder = recorder
         # Weights, what is computed from weights only, and random numbers.
         self._not_stored: Set[int] = set(map(_address, weights))
+        self._weights, self._of_weights = set(self._not_stored), set(self._not_stored)
         self._made = {_address(tensor): _INPUT for tensor in inputs}  # the stage that made each tensor
         self._stages: Dict[int, _OpenStage] = {}
         self._saved: Set[int] = set()
@@ -119,11 +124,15 @@ class ActivationRecorder:
         results = {_address(tensor): tensor for tensor in tensors_in(result)}
         if operands and self._not_stored.issuperset(operands):
             self._not_stored.update(results)
+            if self._of_weights.issuperset(operands):
+                self._of_weights.update(results)
             return
         for address, tensor in operands.items():
             if self._made.get(address, index) < index:
                 stage.entering[address] = self._size(tensor)
-        self._not_stored.difference_update(results.keys() - operands.keys())  # memory that was used before
+        made = results.keys() - operands.keys()
+        self._not_stored.difference_update(made)  # memory that was used before
+        self._of_weights.difference_update(made)
         if torch.Tag.nondeterministic_seeded in operator.tags:
             # The SDK draws the numbers of a dropout again; the last result is the mask.
             self._not_stored.update(list(results)[-1:])
@@ -145,7 +154,12 @@ class ActivationRecorder:
 
     def _save(self, tensor: torch.Tensor) -> None:
         address = _address(tensor)
-        if address not in self._not_stored and address not in self._saved:
+        if address in self._saved or address in self._weights:
+            return
+        if address in self._of_weights:
+            self._saved.add(address)
+            self._stage().casts += self._size(tensor)
+        elif address not in self._not_stored:
             self._saved.add(address)
             stage = self._stage()
             stage.segments[-1] += self._size(tensor)
