@@ -216,7 +216,12 @@ def running_session() -> Iterator[Any]:
 
 def _join(address: str, within_s: float) -> Any:
     """Connect to a running cluster, and return the `ray` module."""
-    variables = ray_admission.join_environment(address)  # `ray.init` reports a rejection after 20 s without its reason
+    try:
+        variables = ray_admission.join_environment(address)  # `ray.init` reports a rejection after 20 s, without reason
+    except ClusterError as error:
+        if address != named_cluster():
+            raise
+        raise ClusterError(f"{error}; correct RAY_ADDRESS, or unset it") from error
     try:
         with environment_variables(variables), _exit_after(within_s, address):
             ray = importlib.import_module("ray")

@@ -272,12 +272,21 @@ def _autoscaler(expected: Expected, host: str, facts: Facts) -> Iterator[Finding
 
 
 def _ray_cluster(expected: Expected, known: Mapping[str, Facts]) -> Iterator[Finding]:
-    """Report that Ray does not run on the head: its GCS is silent, and no raylet can belong to this cluster."""
+    """Report that Ray does not run on the head: its GCS is silent, and nothing there listens in its place.
+
+    Without a raylet that can belong to this cluster it was not started; others end soon after their GCS.
+    """
     head, cluster = known.get(expected.cluster.hosts[0].name), expected.cluster
     if head is None or expected.gcs is None or expected.gcs.state != gcs.SILENT:
         return
-    if not {cluster.name, None} & set(head["clusters"]):
-        text = "Ray does not run on the head yet"
+    is_left = bool({cluster.name, None} & set(head["clusters"]))
+    ports = {each["port"] for each in head["listening"]}
+    if not is_left or (ports and cluster.gcs_port not in ports):
+        text = (
+            "the GCS has ended, and the other processes of Ray follow"
+            if is_left
+            else "Ray does not run on the head yet"
+        )
         yield Finding(OK, cluster.hosts[0].name, RAY_CLUSTER, text, f"raypod up {expected.file}")
 
 

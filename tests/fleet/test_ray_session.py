@@ -307,6 +307,15 @@ def test_another_kind_of_address_is_an_error(address: str, monkeypatch: pytest.M
         ray_session.running_cluster(None)
 
 
+def test_a_dead_cluster_that_ray_address_names_is_named_with_it(
+    unopened: RaySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gcs, "check", lambda *_, **__: gcs.Answer(gcs.SILENT, "refused", b""))
+    monkeypatch.setenv("RAY_ADDRESS", "h:1")
+    with pytest.raises(ClusterError, match=r"^no Ray cluster responds at h:1: refused; correct RAY_ADDRESS, or unset"):
+        unopened.open()
+
+
 def test_the_cluster_of_another_user_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with a token nor without: it would execute the code of the run."""
     calls = []

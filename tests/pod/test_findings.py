@@ -253,22 +253,24 @@ def test_other_hosts_must_reach_an_installed_horovod(release: Optional[str], add
 
 
 @pytest.mark.parametrize(
-    ("state", "clusters", "is_stopped"),
+    ("state", "clusters", "port", "text"),
     [
-        (gcs.SILENT, [], True),
-        (gcs.SILENT, ["other"], True),
-        (gcs.SILENT, ["pod"], False),  # a firewall
-        (gcs.SILENT, [None], False),  # of which cluster is unknown
-        (gcs.REFUSED, [], False),
+        (gcs.SILENT, [], 22, "Ray does not run on the head yet"),
+        (gcs.SILENT, ["other"], 6379, "Ray does not run on the head yet"),
+        (gcs.SILENT, ["pod"], 6379, ""),  # a firewall
+        (gcs.SILENT, ["pod"], 22, "the GCS has ended, and the other processes of Ray follow"),
+        (gcs.SILENT, [None], 6379, ""),  # of which cluster is unknown
+        (gcs.REFUSED, [], 6379, ""),
     ],
 )
 def test_a_pod_on_which_ray_does_not_run_is_ready_for_its_start(
-    state: str, clusters: List[Optional[str]], is_stopped: bool
+    state: str, clusters: List[Optional[str]], port: int, text: str
 ) -> None:
-    pod = healthy()
+    pod, is_stopped = healthy(), bool(text)
     pod[HOSTS[0]]["clusters"] = clusters
+    listen(pod[HOSTS[0]], port)
     findings = examine(dataclasses.replace(EXPECTED, gcs=gcs.Answer(state, "", b""), file="my.yaml"), pod)
-    stopped = Finding(OK, HOSTS[0], "Ray cluster", "Ray does not run on the head yet", "raypod up my.yaml")
+    stopped = Finding(OK, HOSTS[0], "Ray cluster", text, "raypod up my.yaml")
     assert [each for each in findings if each.what == "Ray cluster"] == ([stopped] if is_stopped else [])
     start = "ready for raypod up my.yaml: 2 hosts, " if is_stopped else "ready: 2 hosts, "
     assert render_findings(findings, HOSTS).splitlines()[-1].startswith(start)
