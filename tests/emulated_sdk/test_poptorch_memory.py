@@ -15,20 +15,20 @@ WIDTH, SAMPLES = 64, 16
 
 
 class Layers(nn.Module):
-    """Linear layers, the first of each IPU's in a block of its own, and a loss."""
+    """Linear layers, the first of each IPU's in a block of its own, a checkpoint after every so many, and a loss."""
 
-    def __init__(self, ipus=1, layers=2, checkpoint=False):
+    def __init__(self, ipus=1, layers=2, checkpoint=0, tanh=True):
         super().__init__()
-        self.ipus, self.checkpoint = ipus, checkpoint
+        self.ipus, self.checkpoint, self.tanh = ipus, checkpoint, tanh
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(ipus * layers))
 
     def forward(self, x):
         size = len(self.layers) // self.ipus
         for ipu in range(self.ipus):
             with poptorch.Block(ipu_id=ipu):
-                for layer in self.layers[ipu * size : (ipu + 1) * size]:
-                    x = layer(x).tanh()
-                    if self.checkpoint:
+                for number, layer in enumerate(self.layers[ipu * size : (ipu + 1) * size]):
+                    x = layer(x).tanh() if self.tanh else layer(x)
+                    if self.checkpoint and (number + 1) % self.checkpoint == 0:
                         x = poptorch.recomputationCheckpoint(x)
                 if ipu == self.ipus - 1:
                     return poptorch.identity_loss(x.float(), "mean")
@@ -65,8 +65,9 @@ def test_weights_gradients_and_state_are_counted_by_their_dtypes():
 
 
 def test_tensor_locations_reduce_the_optimizer_state():
-    def off_chip(opts):
+    def off_chip(opts, is_sharded=False):
         settings = poptorch.TensorLocationSettings().useOnChipStorage(False).minElementsForOffChip(0)
+        settings.useReplicatedTensorSharding(is_sharded).minElementsForReplicatedTensorSharding(0)
         opts.TensorLocations.setOptimizerLocation(settings)
 
     def sharded(opts):
@@ -78,6 +79,9 @@ def test_tensor_locations_reduce_the_optimizer_state():
     assert one.optimizer == 4 * WIDTH * WIDTH  # the largest tensor, while it is used
     (one,) = memory(Layers(), accumulation=1, momentum=0.9, change=sharded)
     assert one.optimizer == 2 * PARAMETERS
+    both = lambda opts: off_chip(opts.replicationFactor(2), is_sharded=True)  # noqa: E731
+    (one,) = memory(Layers(), accumulation=1, momentum=0.9, change=both)
+    assert one.optimizer == 2 * WIDTH * WIDTH  # the part of a replica of the largest tensor
 
 
 def recomputation(mode):
@@ -95,12 +99,21 @@ def test_recomputation_keeps_the_inputs_of_stages_and_checkpoints():
     plain, recomputed = memory(Layers(ipus=2), change=recomputation(0)), memory(Layers(ipus=2))  # the default
     assert recomputed[0].activations < plain[0].activations
     assert recomputed[1].activations == plain[1].activations  # the last stage computes its backward at once
-    checkpoints = memory(Layers(ipus=2, checkpoint=True))
+    checkpoints = memory(Layers(ipus=2, checkpoint=1))
     # Two tensors more for each of 3 micro-batches, and two less to compute again at a time.
     assert checkpoints[0].activations - recomputed[0].activations == (2 * 3 - 1) * ACTIVATION
+    # The last stage computes again what comes before its last checkpoint, and keeps what follows.
+    plain = memory(Layers(ipus=2, layers=8), change=recomputation(0))
+    assert memory(Layers(ipus=2, layers=8, checkpoint=4))[1].activations < plain[1].activations
     (without,) = memory(Layers(layers=8), change=recomputation(0))
     (standard,) = memory(Layers(layers=8), change=recomputation(1))
     assert standard.activations < without.activations
+
+
+def test_a_checkpoint_that_only_the_next_ipu_uses_is_stored_there():
+    plain, checkpoints = (memory(Layers(ipus=2, checkpoint=each, tanh=False)) for each in (0, 1))
+    # The first of the two for 3 micro-batches, and no longer to compute again; the second is the next stage's input.
+    assert checkpoints[0].activations - plain[0].activations == (3 - 1) * ACTIVATION
 
 
 class Normalized(nn.Module):

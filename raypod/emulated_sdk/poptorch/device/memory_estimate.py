@@ -229,9 +229,10 @@ def _merged_activations(parts: Sequence[StageActivations]) -> StageActivations:
     return StageActivations(
         tuple(segments),
         parts[0].entering if parts else 0,
-        sum(part.checkpoints for part in parts),
+        sum(part.checkpoints for part in parts) + sum(part.passed for part in parts[:-1]),
         sum(part.tensors for part in parts),
         max((part.operands for part in parts), default=0),
+        parts[-1].passed if parts else 0,
         sum(part.casts for part in parts),
     )
 
@@ -253,8 +254,13 @@ def _kept(activations: Sequence[StageActivations], options: Options, is_pipeline
 
 
 def _stash(stage: StageActivations, recomputation: int, is_last: bool) -> Tuple[int, int]:
-    """Return the bytes kept for each micro-batch in flight, and those needed once while recomputing."""
-    if recomputation == _ALL or (recomputation == _PIPELINE and not is_last):
+    """Return the bytes kept for each micro-batch in flight, and those needed once while recomputing.
+
+    The last stage of a pipeline does not compute again what follows its last checkpoint, as the backward comes at once:
+    this segment is one of those of which the largest is needed. Without a checkpoint nothing is computed again.
+    """
+    has_checkpoints = len(stage.segments) > 1
+    if recomputation == _ALL or (recomputation == _PIPELINE and (has_checkpoints or not is_last)):
         return stage.entering + stage.checkpoints, max(stage.segments)
     if recomputation == _STANDARD:
         return stage.automatic_checkpoints, 0
@@ -278,19 +284,22 @@ def _location(options: Options, name: str) -> Mapping[str, Any]:
 def _stored(total: int, elements: Sequence[int], location: Mapping[str, Any], replicas: int) -> int:
     """Return the bytes on the chip of tensors with these numbers of elements, which have `total` bytes together.
 
-    Off-chip tensors are loaded one after the other; small tensors stay on the chip.
+    Off-chip tensors are loaded one after the other, of sharded ones the part of the replica; small tensors stay on the
+    chip.
     """
     count = sum(elements)
     if not count:
         return total
     item = total / count
+    parts: List[float] = list(elements)
     if location.get("useReplicatedTensorSharding"):
         least = int(location.get("minElementsForReplicatedTensorSharding", _RESIDENT_SIZE))
-        total = round(sum(each * item / (replicas if each >= least else 1) for each in elements))
+        parts = [each / replicas if each >= least else each for each in elements]
     if not location.get("onChip", 1):
         least = int(location.get("minElementsForOffChip", _RESIDENT_SIZE))
-        total = round(item * (sum(each for each in elements if each < least) + max(elements)))
-    return total
+        resident = sum(part for each, part in zip(elements, parts) if each < least)
+        return round(item * (resident + max(parts)))
+    return round(item * sum(parts))
 
 
 def _item_size(dtype: Any) -> int:

@@ -22,7 +22,8 @@ class StageActivations(NamedTuple):
     Attributes:
         segments: what the backward pass needs, in parts that end at the program's recomputation checkpoints.
         entering: tensors from earlier stages, and inputs of the model.
-        checkpoints: tensors marked by `recomputationCheckpoint`.
+        checkpoints: tensors marked by `recomputationCheckpoint`, of which the stage itself computes something.
+        passed: the other ones, which only later stages use: they are stored there.
         tensors: number of tensors in the segments.
         operands: operands and results of the largest operator.
         casts: what the backward pass needs of the results of weights only, as their copies in half precision. The
@@ -34,6 +35,7 @@ class StageActivations(NamedTuple):
     checkpoints: int = 0
     tensors: int = 0
     operands: int = 0
+    passed: int = 0
     casts: int = 0
 
     @property
@@ -50,21 +52,22 @@ class StageActivations(NamedTuple):
     def scaled(self, factor: float) -> StageActivations:
         """Return the activations of a micro-batch that is `factor` times as large."""
         segments = tuple(round(factor * segment) for segment in self.segments)
-        sizes = (round(factor * size) for size in (self.entering, self.checkpoints))
-        entering, checkpoints = sizes
-        operands = round(factor * self.operands)
-        return StageActivations(segments, entering, checkpoints, self.tensors, operands, self.casts)
+        entering, checkpoints, operands, passed = (
+            round(factor * size) for size in (self.entering, self.checkpoints, self.operands, self.passed)
+        )
+        return StageActivations(segments, entering, checkpoints, self.tensors, operands, passed, self.casts)
 
 
 class _OpenStage:
     def __init__(self) -> None:
         self.segments = [0]
         self.entering: Dict[int, int] = {}
+        self.unused: Dict[int, int] = {}  # the checkpoints of which nothing has been computed
         self.checkpoints = self.tensors = self.operands = self.casts = 0
 
     def activations(self) -> StageActivations:
-        sizes = (sum(self.entering.values()), self.checkpoints, self.tensors, self.operands, self.casts)
-        return StageActivations(tuple(self.segments), *sizes)
+        sizes = (sum(self.entering.values()), self.checkpoints, self.tensors, self.operands)
+        return StageActivations(tuple(self.segments), *sizes, sum(self.unused.values()), self.casts)
 
 
 class ActivationRecorder:
@@ -138,6 +141,7 @@ class ActivationRecorder:
             self._not_stored.update(list(results)[-1:])
         self._made.update(dict.fromkeys(results, index))
         if not is_view(operator):
+            stage.checkpoints += sum(stage.unused.pop(address, 0) for address in operands)
             together = {**operands, **results}
             sizes = (
                 self._part_size(address, tensor, address in results)
@@ -166,9 +170,12 @@ class ActivationRecorder:
             stage.tensors += 1
 
     def _end_segment(self, tensor: torch.Tensor) -> None:
-        stage = self._stage()
+        stage, address = self._stage(), _address(tensor)
         stage.segments.append(0)
-        stage.checkpoints += self._size(tensor)
+        if address in self._saved:
+            stage.checkpoints += self._size(tensor)
+        else:
+            stage.unused[address] = self._size(tensor)
 
     def _size(self, tensor: torch.Tensor) -> int:
         if tensor.layout != torch.strided:
