@@ -207,6 +207,20 @@ def only_for(replicas, name="ReplicatedAllToAll"):
     return forward
 
 
+def test_replicas_exchange_tensors_in_a_forward_that_changes_an_object_of_the_program(monkeypatch):
+    monkeypatch.setenv("EMULATED_POD_TIMEOUT_S", "20")  # of a wait for a forward that waits for this one
+    record = []
+
+    def forward(x):
+        record.append("before")
+        sums = gathered(x[0]).sum(0)
+        record.append(len(record))
+        return gathered(sums).sum(0)[None]
+
+    assert torch.equal(run(forward, inputs()), REPLICAS * inputs().sum(0).expand(REPLICAS, 4))
+    assert record == ["before", 1]
+
+
 def test_a_replica_that_does_not_take_part_is_an_error_for_all():
     with pytest.raises(poptorch.Error, match="all must call it|ended its pass while others wait for it in .*AllToAll"):
         run(only_for({0, 1}), inputs())

@@ -174,6 +174,17 @@ class SharedObjects:
             self._visible = [node.content() for node, _ in self._objects]
             self._write(on_device)
 
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Context in which other replicas may run their forwards."""
+        on_device = [node.content() for node, _ in self._objects]
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+            self._write(on_device)
+
     def _write(self, contents: List[Content]) -> None:
         for (node, _), content in zip(self._objects, contents):
             node.replace(content)
@@ -184,6 +195,14 @@ def visible_objects() -> Iterator[None]:
     """Context for a layer on the host, in a forward: the program sees what it does to Python objects."""
     shared: Optional[SharedObjects] = getattr(_active, "shared", None)
     with shared.on_host() if shared is not None else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def suspended_forward() -> Iterator[None]:
+    """Context for a wait, in a forward, for the forwards of other replicas."""
+    shared: Optional[SharedObjects] = getattr(_active, "shared", None)
+    with shared.suspended() if shared is not None else contextlib.nullcontext():
         yield
 
 

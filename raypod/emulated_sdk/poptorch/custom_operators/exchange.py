@@ -17,6 +17,7 @@ from _pod import reduce, wires
 from _pod.gradient_sum import Placement
 
 from poptorch.errors import Error
+from poptorch.python_state import suspended_forward
 
 _local = threading.local()
 
@@ -181,7 +182,8 @@ class Member:
 
     def gather(self, row: torch.Tensor, operation: str) -> torch.Tensor:
         """Return the tensors of all replicas; see `ReplicaExchange.gather`."""
-        return self.exchange.gather(row, operation, self._replica)
+        with suspended_forward():
+            return self.exchange.gather(row, operation, self._replica)
 
 
 def current(operation: str) -> Member:
