@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Dict, Iterator, List, Optional
 
 from raypod.plan.urls import scheme_of
-from raypod.storage.backends import OBJECT_STORES, connect
-from raypod.storage.digests import Digests, checksum_in
-from raypod.storage.errors import StorageError
+from raypod.remote.backends import OBJECT_STORES, connect
+from raypod.remote.digests import Digests, checksum_in
+from raypod.remote.errors import StorageError
 
 _CHUNK_BYTES = 1 << 20
 _PART_BYTES, _MAX_PARTS = 8 << 20, 9000  # of an upload in parts; S3 permits parts from 5 MiB on, and 10000 of them
