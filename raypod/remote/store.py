@@ -83,6 +83,12 @@ class Store:
             return None
         return output.getvalue()
 
+    def read_range(self, name: str, first: int, size_bytes: int) -> bytes:
+        """Return `size_bytes` bytes of a file, or what it has of them. FileNotFoundError if there is none."""
+        content: bytes = self._connected().cat_file(self._path(name), start=first, end=first + size_bytes)
+        self.progress_s = time.monotonic()
+        return content
+
     def download(self, name: str, target: Path, most_bytes: int) -> None:
         """Copy a file, at most `most_bytes` of it, into a new file of this host. FileNotFoundError if there is none."""
         with target.open("wb") as output:
