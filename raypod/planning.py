@@ -26,8 +26,8 @@ from raypod.plan.profile_window import window_of
 from raypod.plan.urls import check_words, is_url
 from raypod.record import run_folder
 from raypod.record.sinks import check_packages
+from raypod.remote.backends import check_scheme
 from raypod.storage import snapshots
-from raypod.storage.backends import check_scheme
 from raypod.tasks.registry import facts_of, schema_for, schema_of, task_of_plan
 
 _SWITCHES = {

@@ -6,6 +6,7 @@ Does not import torch.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -24,6 +25,7 @@ from raypod.plan.plan import Plan
 _WITHOUT_EFFECT = {
     "data.data_dir",
     "data.cache_dir",
+    "data.cache_size",
     "data.download",
     "data.num_workers",
     "data.max_image_pixels",
@@ -235,6 +237,10 @@ def settings_of(plan: Plan) -> Dict[str, Any]:
         "global_batch_size": plan.geometry.global_batch_size,
         "train_samples": plan.dataset_size.train_samples,
     }
+    if plan.dataset_size.shards:
+        counts = ",".join(map(str, plan.dataset_size.shards))
+        name = f"{len(plan.dataset_size.shards)} ({hashlib.sha256(counts.encode()).hexdigest()[:8]})"
+        settings["data.shards"] = name
     for section in ("task", "training", "data"):
         for key, value in getattr(config, section).model_dump(mode="json").items():
             if f"{section}.{key}" not in _WITHOUT_EFFECT:

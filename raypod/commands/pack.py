@@ -8,6 +8,7 @@ from typing import Any, Sequence
 
 from raypod.cli import FlagParser, show
 from raypod.errors import ConfigError
+from raypod.plan.values import parse_size
 
 _DESCRIPTION = (
     "Pack a folder of images, train/CLASS/* and val/CLASS/* (or test/), into a few large tar files, for disks on which "
@@ -33,7 +34,11 @@ def pack(argv: Sequence[str]) -> int:
 
     from raypod.datasets import packing, shards
 
-    folder, shard_bytes = Path(args.folder).expanduser(), packing.parse_size(args.shard_size)
+    folder = Path(args.folder).expanduser()
+    try:
+        shard_bytes = parse_size(args.shard_size)
+    except ValueError as error:
+        raise ConfigError(f"--shard-size {args.shard_size}: {error}") from None
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder")
     bar: Any

@@ -18,7 +18,6 @@ from raypod.datasets.loaders import CallLoader, GatherLoader, SampleLoader
 from raypod.datasets.loading import (
     NO_EPOCH,
     EpochSamples,
-    ReadFailed,
     Retry,
     map_ahead,
     prefetch,
@@ -26,12 +25,14 @@ from raypod.datasets.loading import (
     timed,
 )
 from raypod.datasets.order import call_positions, epoch_order, in_place_of, kept_samples, samples_digest
+from raypod.datasets.read_failures import ReadFailed
 from raypod.datasets.source import Batch, Source
 from raypod.host import spans
 from raypod.plan.placement import InstanceSpec
 from raypod.plan.plan import Leg, Plan
 
 Call = Tuple[np.ndarray, Batch]  # sample indices int64 [combined_batch_size], and their batch
+_PER_WORKER = 2  # calls that a worker process has been given, at most
 _AHEAD, _ASYNC_AHEAD = 1, 3  # calls loaded in advance: arrays by default, and any data with --async-dataloader
 
 
@@ -154,6 +155,7 @@ class Feed:
     def interrupt(self) -> None:
         """End `calls`, from another thread, also while it waits for samples. It yields nothing more."""
         self._is_interrupted = True
+        self._source.interrupt()
         if self._loader is not None:
             self._loader.interrupt()
 
@@ -163,6 +165,7 @@ class Feed:
         for loader in (self._loader, self._test_loader):
             if loader is not None:
                 loader.close()
+        self._source.close()
 
     def _end_stream(self) -> None:
         stream, self._stream = self._stream, None
@@ -171,7 +174,8 @@ class Feed:
 
     def _batches_from(self, first_update: int) -> Generator[Call, None, None]:
         """Yield the calls from an update to the end of the run."""
-        samples, data = self._samples_from(first_update), self._plan.config.data
+        data = self._plan.config.data
+        samples = self._prepared(self._source.train, self._samples_from(first_update))
         if self._loader is None:
             workers = max(1, data.num_workers)
             depth = max(workers, _ASYNC_AHEAD if data.async_dataloader else _AHEAD)
@@ -188,10 +192,15 @@ class Feed:
             if update // plan.updates_per_epoch != epoch:
                 epoch = update // plan.updates_per_epoch
                 count = plan.dataset_size.train_samples
-                order = epoch_order(plan.config.training.seed, epoch, count)
-                order = in_place_of(plan.config.data.left_out("train"), order, count)
+                data, shards = plan.config.data, plan.dataset_size.shards
+                order = epoch_order(plan.config.training.seed, epoch, count, shards, data.shuffle_window)
+                order = in_place_of(data.left_out("train"), order, count)
             call = update % plan.updates_per_epoch // iterations
             yield epoch, order[call_positions(plan.geometry, self._spec.index, call)]
+
+    def _prepared(self, split: Any, calls: Iterator[EpochSamples]) -> Iterator[EpochSamples]:
+        behind = _PER_WORKER * max(1, self._plan.config.data.num_workers) + _ASYNC_AHEAD + 1
+        return self._source.prepared(split, calls, behind)
 
     def _evaluation_samples(self, total: int) -> Iterator[np.ndarray]:
         """Yield the numbers of the test samples of each of this instance's calls; those from `total` on are padding."""
@@ -201,7 +210,7 @@ class Feed:
             yield np.arange(first, first + size)
 
     def _evaluation_batches(self, calls: Iterable[np.ndarray]) -> Iterator[Batch]:
-        samples = ((NO_EPOCH, call) for call in calls)
+        samples = self._prepared(self._source.test, ((NO_EPOCH, call) for call in calls))
         if self._test_loader is None:
             make = functools.partial(self._gather_call, self._source.test)
             yield from (batch for _, batch in map_ahead(make, samples, 1, _AHEAD))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Iterator, List, Optional, Tuple
+from typing import Any, Iterator, List, Optional, Tuple, Union
 
 import numpy as np
 
@@ -16,35 +16,54 @@ from raypod.cli import counted
 from raypod.datasets import shards
 from raypod.datasets.arrays import ImageShape, Splits, fingerprint_of_bytes
 from raypod.datasets.cache import Arrays, Cache, data_dir
-from raypod.datasets.image_files import KINDS, Files, FolderFiles, ImageFiles, ImageWalk, contents_of, warnings_of
+from raypod.datasets.image_files import KINDS, FolderFiles, ImageFiles, ImageWalk, contents_of, warnings_of
+from raypod.datasets.shard_stream import StreamedShards
 from raypod.errors import ConfigError, DataMissing, as_utf8
 from raypod.host.folders import looked_in
 from raypod.plan.config import CONTENTS, IMAGE_SIDE, TEST_SAMPLE, Config
 from raypod.plan.plan import DatasetSize
 from raypod.plan.urls import is_url
 
+Packed = Union[shards.PackedFolder, StreamedShards]
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 _IMAGENET_CLASSES = 1000
 
 
 def size(config: Config) -> DatasetSize:
     """Return the numbers of samples, and what is lost of their pixels; writes nothing and opens only a few images."""
+    packed = _packed(config)
+    if isinstance(packed, StreamedShards):
+        return _packed_size(config, packed, [])
+    if packed is not None:
+        arrays = packed.arrays()
+        return _packed_size(config, packed, _lost([packed.files(split, arrays) for split in shards.SPLITS], arrays))
     root = _root(config)
-    index = _index(root)
-    arrays = _arrays(config, root, index, writes=False)
+    arrays = _arrays(config, root, writes=False)
+    skipped = [os.fsdecode(each) for each in arrays["skipped"].tolist() if each]
+    lost = _lost([FolderFiles(root, arrays[f"{split}_files"]) for split in shards.SPLITS], arrays)
+    return DatasetSize(len(arrays["train_labels"]), len(arrays["test_labels"]), notes=(*skipped, *lost))
+
+
+def _packed_size(config: Config, packed: Packed, lost: List[str]) -> DatasetSize:
+    index = packed.index
+    counts = () if config.data.shuffle_window is None else shards.samples_of_shards(index, packed.arrays)
+    notes = (*packed.notes(config), *lost)
+    return DatasetSize(index.train.samples, index.test.samples, notes=notes, shards=counts)
+
+
+def _lost(files: List[Any], arrays: Arrays) -> List[str]:
+    """Return warnings about what is lost of the pixels of both splits."""
     counts = [len(arrays[f"{split}_labels"]) for split in shards.SPLITS]
-    lost = warnings_of([(_files(root, index, arrays, split), count) for split, count in zip(shards.SPLITS, counts)])
-    skipped = [] if index is not None else [os.fsdecode(each) for each in arrays["skipped"].tolist() if each]
-    return DatasetSize(counts[0], counts[1], notes=(*skipped, *(f"WARNING: {each}" for each in lost)))
+    return [f"WARNING: {each}" for each in warnings_of(list(zip(files, counts)))]
 
 
 def shape(config: Config) -> ImageShape:
     """Return the shape of the cropped images and the number of classes; for `imagenet` without reading files."""
     classes = _IMAGENET_CLASSES
     if config.data.dataset != "imagenet":
-        root = _root(config)
-        index = _index(root)
-        classes = len(class_names(_arrays(config, root, index, writes=False)) if index is None else index.classes)
+        packed = _packed(config)
+        names = class_names(_arrays(config, _root(config), writes=False)) if packed is None else packed.index.classes
+        classes = len(names)
     return ImageShape(3, config.data.image_size or IMAGE_SIDE, classes)
 
 
@@ -58,13 +77,17 @@ def load(config: Config) -> Splits:
     """
     from raypod.datasets.image_decoders import FurtherChanged, preparation  # imports torch, which planning must not
 
-    root, data = _root(config), config.data
-    index = _index(root)
-    arrays = _arrays(config, root, index, writes=True)
+    packed, data = _packed(config), config.data
+    arrays = _arrays(config, _root(config), writes=True) if packed is None else packed.arrays()
+    if packed is not None and data.shuffle_window is not None:
+        shards.check_order(packed, packed.index, arrays)
     side, decoder, limit = data.image_size or IMAGE_SIDE, data.jpeg_decoder, data.max_image_pixels
     labels = arrays["train_labels"], arrays["test_labels"]
-    names = class_names(arrays) if index is None else index.classes
-    train_files, test_files = (_files(root, index, arrays, split) for split in shards.SPLITS)
+    names = class_names(arrays) if packed is None else packed.index.classes
+    train_files, test_files = (
+        FolderFiles(_root(config), arrays[f"{split}_files"]) if packed is None else packed.files(split, arrays)
+        for split in shards.SPLITS
+    )
     listed = fingerprint_of_bytes(arrays["train_files"], arrays["test_files"], *labels)
     contents = contents_of([(train_files, len(labels[0])), (test_files, len(labels[1]))])
     train = preparation(decoder, side, is_random=data.augment, flips=data.flip is not False, max_pixels=limit)
@@ -89,11 +112,6 @@ def class_names(arrays: Arrays) -> Tuple[str, ...]:
 
 
 def _root(config: Config) -> Path:
-    if config.data.data_dir is not None and is_url(config.data.data_dir):
-        raise ConfigError(
-            f"--data-dir {config.data.data_dir}: images are read from a folder of the host, not from a URL; copy the "
-            "folder, or the shards that `raypod pack` writes, to every host first"
-        )
     root = data_dir(config, "train/ and val/")
     if not shards.is_packed(root) and (root / shards.ARRAYS).is_dir():
         raise ConfigError(f"{root} has shards, but no {shards.INDEX}: it is incomplete; copy it again, or pack again")
@@ -110,27 +128,23 @@ def _root(config: Config) -> Path:
     return root
 
 
-def _index(root: Path) -> Optional[shards.Index]:
-    """Return the index of a packed folder, whose shards are complete; None for another folder."""
-    if not shards.is_packed(root):
-        return None
-    index = shards.read_index(root)
-    shards.check_sizes(root, index)
-    return index
+def _packed(config: Config) -> Optional[Packed]:
+    """Return what `raypod pack` has written, whose shards are complete; None for another folder."""
+    if config.data.data_dir is not None and is_url(config.data.data_dir):
+        return StreamedShards(config)
+    root = _root(config)
+    if shards.is_packed(root):
+        return shards.PackedFolder(root)
+    if config.data.shuffle_window is not None:
+        raise ConfigError(
+            f"--shuffle-window {config.data.shuffle_window}: {root} has no shards; omit it, or pack the images with "
+            "`raypod pack`"
+        )
+    return None
 
 
-def _files(root: Path, index: Optional[shards.Index], arrays: Arrays, split: str) -> Files:
-    """Return the files of a split."""
-    if index is None:
-        return FolderFiles(root, arrays[f"{split}_files"])
-    columns = {name: arrays[f"{split}_{name}"] for name in shards.COLUMNS}
-    return shards.PackedFiles(root, getattr(index, split).shards, columns)
-
-
-def _arrays(config: Config, root: Path, index: Optional[shards.Index], writes: bool) -> Arrays:
+def _arrays(config: Config, root: Path, writes: bool) -> Arrays:
     """Return the files and labels of both splits; from the cache, into which they are written if `writes`."""
-    if index is not None:
-        return shards.read_arrays(root, index)
     cache = Cache(config, root, _class_folders(root))
     arrays = (cache.get if writes else cache.read)(lambda: list_files(root))
     return list_files(root) if arrays["linked"].any() else arrays  # the key of the cache does not cover their files

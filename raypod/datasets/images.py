@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Optional, Tuple
+from typing import Any, Iterator, Optional, Tuple
 
 import numpy as np
 import torch
 
 from raypod.datasets.arrays import ArrayDataset, Splits
+from raypod.datasets.loading import EpochSamples
 from raypod.datasets.mixing import pair_words
+from raypod.datasets.shard_stream import StreamedFiles
 from raypod.datasets.source import FIRST, Batch, Source
 from raypod.datasets.transforms import activation_dtype, gather, normalize, resize
 from raypod.errors import ConfigError
@@ -25,12 +27,29 @@ class ImageSource(Source):
         self._config, self._splits, self.first = config, splits, config.data.first_sample
         self.train, self.test, self.fingerprint = splits.train, splits.test, splits.fingerprint
         self.is_in_memory = isinstance(splits.train, ArrayDataset)
+        files = [getattr(split, "files", None) for split in (self.train, self.test)]
+        self._streams = [each for each in files if isinstance(each, StreamedFiles)]
         self._host_size = _host_size(splits, config.data.eight_bit_io, config.data.image_size)
 
     def gather(self, split: Any, samples: np.ndarray, seed_and_epoch: Optional[Tuple[int, int]]) -> Batch:
         """See `Source.gather`."""
         images, labels = gather(split, samples, self._splits.augmentation, seed_and_epoch, self._host_size)
         return self.to_device_format((torch.from_numpy(images), torch.from_numpy(labels)))
+
+    def prepared(self, split: Any, calls: Iterator[EpochSamples], behind: int) -> Iterator[EpochSamples]:
+        """See `Source.prepared`: the shards of a URL are downloaded."""
+        files = getattr(split, "files", None)
+        return files.prepared(calls, behind) if isinstance(files, StreamedFiles) else calls
+
+    def interrupt(self) -> None:
+        """See `Source.interrupt`."""
+        for files in self._streams:
+            files.interrupt()
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        for files in self._streams:
+            files.close()
 
     def with_pairs(self, batch: Batch, samples: np.ndarray, micro_batch: int, seed_and_epoch: Tuple[int, int]) -> Batch:
         """See `Source.with_pairs`: mixup and cutmix."""

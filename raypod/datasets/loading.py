@@ -30,6 +30,7 @@ from torch.utils.data import default_collate
 
 from raypod.datasets.arrays import check_mapped
 from raypod.datasets.order import sample_seed
+from raypod.datasets.read_failures import ReadFailed, StillLoading
 from raypod.errors import ConfigError, DataUnreadable, summarize_exception
 from raypod.host.retries import is_passing
 from raypod.plan.placement import InstanceSpec
@@ -40,10 +41,6 @@ EpochSamples = Tuple[int, np.ndarray]  # the samples of one call: (epoch, indice
 NO_EPOCH = 1 << 32  # the epoch of evaluation, so that it draws the same random numbers each time
 JOIN_TIMEOUT_S = 1.0  # on close, before a blocked thread or worker process is interrupted
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # before samples are read again
-
-
-class ReadFailed(OSError):
-    """Raised for samples that could not be read because of their disk or network. Worker processes raise it, too."""
 
 
 @contextlib.contextmanager
@@ -77,6 +74,11 @@ class Retry:
 
     def wait(self, error: ReadFailed) -> None:
         """Wait before the next attempt, each time longer. DataUnreadable if the time is over."""
+        if isinstance(error, StillLoading):
+            self._first_s, self._pause_s = None, _FIRST_PAUSE_S
+            warnings.warn(f"the training waits for {error}", RuntimeWarning, 2)
+            self._pause(0.0)
+            return
         now_s, cause = time.monotonic(), summarize_exception(error).partition(f"{ReadFailed.__name__}: ")[2]
         if self._first_s is None:
             self._first_s = now_s

@@ -7,19 +7,46 @@ from numpy's generators, whose sequences may change between numpy versions.
 from __future__ import annotations
 
 import hashlib
-from typing import Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 import numpy as np
 
 from raypod.plan.plan import Geometry
 
-_ORDER, _AUGMENTATION, _PAIRS = 1, 2, 3  # independent streams of random numbers
+_ORDER, _AUGMENTATION, _PAIRS, _SHARDS = 1, 2, 3, 4  # independent streams of random numbers
 
 
-def epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
-    """Return the permutation of an epoch: int64 [num_samples], the sample index at each position."""
-    order: np.ndarray = np.argsort(hash_integers(_ORDER, seed, epoch, np.arange(num_samples)), kind="stable")
-    return order
+def epoch_order(
+    seed: int, epoch: int, num_samples: int, shards: Sequence[int] = (), window: Optional[int] = None
+) -> np.ndarray:
+    """Return the permutation of an epoch: int64 [num_samples], the sample index at each position.
+
+    With a window, the shards are permuted, and the samples of each `window` successive ones are shuffled together. As
+    many shards as there are have the order of no window.
+
+    Args:
+        shards: the number of samples of each shard, of samples that are in shards as `packed_order` has them.
+        window: shards that are shuffled together; None shuffles all samples.
+    """
+    keys = hash_integers(_ORDER, seed, epoch, np.arange(num_samples))
+    order: np.ndarray = np.argsort(keys, kind="stable")
+    if window is None:
+        return order
+    ranks = np.empty(len(shards), dtype=np.int64)
+    ranks[np.argsort(hash_integers(_SHARDS, seed, epoch, np.arange(len(shards))), kind="stable")] = np.arange(
+        len(shards)
+    )
+    windows = np.empty(num_samples, dtype=np.int64)  # of each sample
+    windows[packed_order(num_samples)] = np.repeat(ranks // window, shards)
+    return order[np.argsort(windows[order], kind="stable")]
+
+
+def packed_order(num_samples: int) -> np.ndarray:
+    """Return the indices of the training samples in the order of their shards: int64 [num_samples].
+
+    It is random: programs that read shards one after the other get mixed classes.
+    """
+    return epoch_order(0, 0, num_samples)
 
 
 def in_place_of(left_out: Sequence[int], samples: np.ndarray, num_samples: int) -> np.ndarray:

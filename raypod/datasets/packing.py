@@ -12,12 +12,12 @@ import os
 import shutil
 import tarfile
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Tuple
+from typing import Callable, Dict, Iterator, List
 
 import numpy as np
 
 from raypod.datasets import image_folder, shards
-from raypod.datasets.order import epoch_order
+from raypod.datasets.order import packed_order
 from raypod.datasets.shards import Index, Shard, SplitIndex
 from raypod.errors import ConfigError, WaitTimedOut
 from raypod.host.files import NewFile, file_lock, new_file, rename_folder, sync_folder
@@ -128,12 +128,12 @@ class _Split:
     def write(self, shard_bytes: int, on_sample: Callable[[], None]) -> List[Shard]:
         """Write all shards and return them."""
         count = len(self.arrays["labels"])
-        order = epoch_order(0, 0, count) if self._is_shuffled else np.arange(count)
+        order = packed_order(count) if self._is_shuffled else np.arange(count)
         (self._target / self._name).mkdir()
         written: List[Shard] = []
         next_position = 0
         while next_position < count:
-            file = f"{self._name}/{len(written):05d}.tar"
+            file, first = f"{self._name}/{len(written):05d}.tar", next_position
             with new_file(self._target / file) as output:
                 tar = _Tar(output)
                 while next_position < count:
@@ -143,7 +143,8 @@ class _Split:
                     next_position += 1
                     on_sample()
                 tar.end()
-            written.append(Shard(file=file, bytes=tar.size, xxh3_128=tar.checksum))
+            samples = next_position - first
+            written.append(Shard(file=file, bytes=tar.size, xxh3_128=tar.checksum, samples=samples))
         sync_folder(self._target / self._name)
         return written
 
@@ -225,13 +226,3 @@ def _write_arrays(target: Path, packed: Dict[str, _Split]) -> Dict[str, str]:
 
 def _reason(error: OSError) -> str:
     return f"{error.strerror}: {error.filename}" if error.strerror and error.filename else str(error)
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size as 256MB or 1GB; powers of 1000. ConfigError for anything else."""
-    units: Tuple[Tuple[str, int], ...] = (("kB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12))
-    for unit, factor in units:
-        number = text[: -len(unit)].strip()
-        if text.lower().endswith(unit.lower()) and number.isdigit() and int(number):
-            return int(number) * factor
-    raise ConfigError(f"--shard-size {text}: expected a size such as 256MB or 1GB")

@@ -15,15 +15,17 @@ import collections
 import contextlib
 import os
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import numpy as np
 import pydantic
 import xxhash
 
 from raypod.datasets.arrays import load_mapped
+from raypod.datasets.order import packed_order
 from raypod.errors import ConfigError, as_utf8
 from raypod.host.files import parse_json
+from raypod.plan.config import Config
 
 INDEX, ARRAYS = "index.json", "index"
 FORMAT, VERSION = "raypod-shards", 1
@@ -34,13 +36,17 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Shard(pydantic.BaseModel):
-    """A tar file: its path in the packed folder, its size, and the XXH3-128 of its content."""
+    """A tar file: its path in the packed folder, its size, the XXH3-128 of its content, and its number of samples.
+
+    The number is missing in what earlier versions of raypod have packed.
+    """
 
     model_config = pydantic.ConfigDict(frozen=True)
 
     file: str
     bytes: int
     xxh3_128: str
+    samples: Optional[int] = None
 
 
 class SplitIndex(pydantic.BaseModel):
@@ -85,7 +91,15 @@ def read_index(folder: Path) -> Index:
     """Return the index of a packed folder. ConfigError if it is damaged or has another version."""
     path = folder / INDEX
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        return parse_index(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read the index {path} ({error}); copy it again, or pack again") from None
+
+
+def parse_index(text: bytes, path: str) -> Index:
+    """Return the index of the content of the file at a path. ConfigError as `read_index`."""
+    try:
+        content = parse_json(text)
         form, version = content.get("format"), content.get("version")
         if form == FORMAT and version != VERSION:
             raise ConfigError(
@@ -95,7 +109,7 @@ def read_index(folder: Path) -> Index:
         if form != FORMAT:
             raise ConfigError(f"{path} is not the index of `raypod pack`: its format is {form!r}, not {FORMAT!r}")
         return Index.model_validate(content)
-    except (OSError, ValueError, AttributeError) as error:
+    except (ValueError, AttributeError) as error:
         reason = " ".join(str(error).split()[:20])
         raise ConfigError(f"cannot read the index {path} ({reason}); copy it again, or pack again") from None
 
@@ -112,21 +126,43 @@ def check_sizes(folder: Path, index: Index) -> None:
             raise ConfigError(f"the shard {path} has {size} bytes, expected {shard.bytes}; copy it again")
 
 
+def samples_of_shards(index: Index, arrays: Callable[[], Dict[str, np.ndarray]]) -> Tuple[int, ...]:
+    """Return the number of samples in each training shard. `arrays` reads those of the index if they are needed."""
+    known = tuple(shard.samples for shard in index.train.shards if shard.samples is not None)
+    if len(known) == len(index.train.shards):
+        return known
+    return tuple(np.bincount(arrays()["train_shards"], minlength=len(index.train.shards)).tolist())
+
+
+def check_order(place: object, index: Index, arrays: Dict[str, np.ndarray]) -> None:
+    """Raise ConfigError if the training samples are not in their shards as `order.packed_order` has them."""
+    counts = samples_of_shards(index, lambda: arrays)
+    expected = np.repeat(np.arange(len(counts)), counts)
+    if not np.array_equal(np.asarray(arrays["train_shards"])[packed_order(index.train.samples)], expected):
+        raise ConfigError(
+            f"{place}: another program than `raypod pack` has distributed its samples over the shards: omit "
+            "--shuffle-window, or pack the images with `raypod pack`"
+        )
+
+
+def array_names() -> List[str]:
+    """Return the names of the arrays in `index/`."""
+    return [f"{split}_{column}" for split in SPLITS for column in COLUMNS]
+
+
 def read_arrays(folder: Path, index: Index) -> Dict[str, np.ndarray]:
     """Return the arrays by name, as train_labels, memory-mapped. ConfigError if one is missing or damaged."""
     arrays = {}
-    for split in SPLITS:
-        for column in COLUMNS:
-            name = f"{split}_{column}"
-            path = folder / ARRAYS / f"{name}.npy"
-            try:
-                found = checksum_of(path)
-                if found != index.arrays.get(name):
-                    raise ValueError(f"its checksum is {found}, expected {index.arrays.get(name)}")
-                arrays[name] = load_mapped(path)
-            except (OSError, ValueError) as error:
-                reason = error.strerror if isinstance(error, OSError) else error
-                raise ConfigError(f"cannot read the index {path} ({reason}); copy it again, or pack again") from None
+    for name in array_names():
+        path = folder / ARRAYS / f"{name}.npy"
+        try:
+            found = checksum_of(path)
+            if found != index.arrays.get(name):
+                raise ValueError(f"its checksum is {found}, expected {index.arrays.get(name)}")
+            arrays[name] = load_mapped(path)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"cannot read the index {path} ({reason}); copy it again, or pack again") from None
     return arrays
 
 
@@ -172,6 +208,61 @@ def checksum_of(path: Path) -> str:
 def checksum_of_sample(data: bytes) -> int:
     """Return the XXH3-64 of a sample's file as uint64."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+class PackedFolder:
+    """A folder that `raypod pack` has written. ConfigError if its index is damaged, or a shard is missing.
+
+    Attributes:
+        index: the content of index.json.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.index = folder, read_index(folder)
+        check_sizes(folder, self.index)
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    def arrays(self) -> Dict[str, np.ndarray]:
+        """Return the arrays as `read_arrays`."""
+        return read_arrays(self._folder, self.index)
+
+    def files(self, split: str, arrays: Dict[str, np.ndarray]) -> PackedFiles:
+        """Return the files of a split."""
+        return PackedFiles(self._folder, *columns_of(self.index, split, arrays))
+
+    def notes(self, config: Config) -> List[str]:
+        """Return lines about the shards for the plan."""
+        return window_notes(self.index, config.data.shuffle_window)
+
+
+def columns_of(
+    index: Index, split: str, arrays: Dict[str, np.ndarray]
+) -> Tuple[Tuple[Shard, ...], Dict[str, np.ndarray]]:
+    """Return the shards of a split, and its arrays by their names in `COLUMNS`."""
+    shards: Tuple[Shard, ...] = getattr(index, split).shards
+    return shards, {name: arrays[f"{split}_{name}"] for name in COLUMNS}
+
+
+def window_notes(index: Index, window: Optional[int]) -> List[str]:
+    """Return a line about the window in which samples are shuffled, for the plan; none for no window."""
+    shards = index.train.shards
+    if window is None:
+        return []
+    if window >= len(shards):
+        return [f"shuffled as a whole: the window is {window} shards, and there are {len(shards)}"]
+    return [f"shuffled in windows of {window} of {len(shards)} shards, {shown_bytes(window_bytes(index, window))}"]
+
+
+def window_bytes(index: Index, window: int) -> int:
+    """Return the bytes of the largest window of training shards."""
+    return sum(sorted((shard.bytes for shard in index.train.shards), reverse=True)[:window])
+
+
+def shown_bytes(number: int) -> str:
+    """Return a number of bytes for people, as 1.25 GB."""
+    return f"{number / 1e9:.2f} GB" if number >= 10**8 else f"{number / 1e6:.2f} MB"
 
 
 class PackedFiles:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, Optional, Tuple
+from typing import Any, Iterator, Optional, Tuple
 
 import numpy as np
 import torch
 
-from raypod.datasets.loading import NO_EPOCH, SeededSamples, collated
+from raypod.datasets.loading import NO_EPOCH, EpochSamples, SeededSamples, collated
 
 Batch = Tuple[torch.Tensor, ...]
 FIRST = "the first one"  # name of a sample
@@ -43,6 +43,23 @@ class Source(abc.ABC):
             seed_and_epoch: of the random numbers of training samples; None in an evaluation.
         """
         raise NotImplementedError
+
+    def prepared(self, split: Any, calls: Iterator[EpochSamples], behind: int) -> Iterator[EpochSamples]:
+        """Yield the same calls, each when its samples can be read; ReadFailed as for samples.
+
+        Args:
+            split: `train` or `test`.
+            calls: their samples.
+            behind: calls whose samples may not be read yet when a later one is yielded.
+        """
+        del split, behind  # all samples are there
+        return calls
+
+    def interrupt(self) -> None:  # noqa: B027 - nothing waits
+        """End the waits of `prepared`, from another thread. It is called at the end of a run."""
+
+    def close(self) -> None:  # noqa: B027 - nothing was started
+        """End what `prepared` has started."""
 
     def with_pairs(self, batch: Batch, samples: np.ndarray, micro_batch: int, seed_and_epoch: Tuple[int, int]) -> Batch:
         """Return a training batch with what the device needs to mix the samples of a micro-batch.

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Sequence
+from typing import Optional, Sequence
 
 import raypod
 from raypod.host.files import open_to_append
@@ -16,19 +16,22 @@ from raypod.host.files import open_to_append
 _KILLED_S = 10.0  # for a process that was killed to end
 
 
-def start_module(module: str, arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+def start_module(module: str, arguments: Sequence[str], log: Optional[Path]) -> subprocess.Popen[bytes]:
     """Start `python -m module arguments`. Its standard input is a pipe, and its output is appended to `log`.
+
+    Without a log its standard output is a pipe, too, and its errors go to those of this process.
 
     Raises:
         OSError: the log cannot be written, or the process cannot be started.
     """
     paths = [str(Path(raypod.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
-    with os.fdopen(open_to_append(log), "ab") as output:
+    with contextlib.ExitStack() as stack:
+        output = None if log is None else stack.enter_context(os.fdopen(open_to_append(log), "ab"))
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE if output is None else output,
+            stderr=None if output is None else subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             start_new_session=True,
         )

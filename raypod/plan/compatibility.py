@@ -180,6 +180,9 @@ def check_data_folder(config: Config) -> None:
             f"--data-dir has no effect on --dataset {data.dataset}: omit it, or add --dataset imagefolder for a "
             "folder of class folders"
         )
+    if data.shuffle_window is not None and config.decoder is None:
+        folders = " or ".join(IMAGE_FOLDERS)
+        raise ConfigError(f"--shuffle-window {data.shuffle_window} has no effect without --dataset {folders}: omit it")
 
 
 def check_whole_calls(config: Config) -> None:

@@ -18,7 +18,8 @@ from raypod.plan.ipu_section import IpuSection
 from raypod.plan.pod_section import PodSection
 from raypod.plan.run_section import RunSection
 from raypod.plan.section import Section
-from raypod.plan.values import Betas, Counts, Epochs, ImageShape, Names, Samples, Splits, parse_evaluations
+from raypod.plan.urls import check_url, is_url
+from raypod.plan.values import Betas, Counts, Epochs, ImageShape, Names, Samples, Splits, parse_evaluations, parse_size
 
 CHECKPOINTS, CONFIG_FILE = "checkpoints", "config.yaml"  # of a run folder
 MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
@@ -31,6 +32,7 @@ TIMM = "timm:"  # begins the name of a model of the package timm
 IMAGE_FOLDERS = ("imagefolder", "imagenet")  # data sets
 WITHOUT_FILES = ("digits", "synthetic")  # data sets that read no folder
 MAX_IMAGE_PIXELS = 89_478_485  # of an image file, as Pillow's own limit: 268 MB as RGB
+STREAM_WINDOW = 16  # default of `data.shuffle_window` with a URL
 IMAGE_SIDE = 224  # default height and width of the images of folders
 CONTENTS = "-"  # in a data fingerprint, between the hash of names and labels and that of the contents of files
 TEST_SAMPLE = "test:"  # before the number of a test sample in `data.leave_out`
@@ -67,9 +69,24 @@ class DataSection(Section):
         description="digits, synthetic, cifar10, cifar100, imagefolder, imagenet, or module:function, as in mine:load "
         "with def load(data_dir): return train, test, classes",
     )
-    data_dir: Optional[str] = Field(None, description="folder of the data set's files; passed to module:function")
+    data_dir: Optional[str] = Field(
+        None,
+        description="folder of the data set's files, or the URL of what raypod pack has written, as in "
+        "s3://bucket/prefix; passed to module:function",
+    )
     download: bool = Field(False, description="download the files of cifar10 or cifar100 if they are missing")
-    cache_dir: Optional[str] = Field(None, description="folder of decoded data (default: in the data folder)")
+    cache_dir: Optional[str] = Field(
+        None,
+        description="folder of decoded data (default: in the data folder), and of downloaded shards (default: "
+        "~/.cache/raypod)",
+    )
+    cache_size: str = Field("50GB", description="most that the shards of a URL may occupy on a host, as 50GB")
+    shuffle_window: Optional[int] = Field(
+        None,
+        ge=1,
+        description="shards whose samples are shuffled together, of data that raypod pack has written (default: all; "
+        f"{STREAM_WINDOW} with a URL)",
+    )
     samples: int = Field(4096, ge=1, description="number of samples of the synthetic data set")
     image: ImageShape = Field("3x32x32", description="CxHxW of the synthetic images")
     classes: int = Field(10, ge=2, description="number of classes of the synthetic data set")
@@ -120,6 +137,26 @@ class DataSection(Section):
         description="samples that are not used, as in 17,208,test:3: the next one takes the place of a training sample",
     )
     eight_bit_io: bool = Field(False, description="transfer images as uint8 and normalize them on the device")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _window_of_stream(cls, values: Any) -> Any:
+        """Return the values with the window of images at a URL: a copy of them elsewhere has the same order then."""
+        if not isinstance(values, dict) or values.get("dataset") not in IMAGE_FOLDERS:
+            return values
+        is_stream = is_url(str(values.get("data_dir") or "")) and values.get("shuffle_window") is None
+        return {**values, "shuffle_window": STREAM_WINDOW} if is_stream else values
+
+    @pydantic.field_validator("data_dir")
+    @classmethod
+    def _is_a_place(cls, value: Optional[str]) -> Optional[str]:
+        return check_url(value, "--data-dir") if value is not None and is_url(value) else value
+
+    @pydantic.field_validator("cache_size")
+    @classmethod
+    def _is_a_size(cls, value: str) -> str:
+        parse_size(value)
+        return value
 
     @property
     def has_cutmix(self) -> bool:

@@ -15,6 +15,7 @@ from raypod.plan.config import (
 # The keys that only the task image-classification has.
 IMAGE_KEYS = (
     *("data.dataset", "data.data_dir", "data.download", "data.cache_dir", "data.samples", "data.image", "data.classes"),
+    *("data.cache_size", "data.shuffle_window"),
     *("data.augment", "data.crop_padding", "data.flip", "data.image_size", "data.eight_bit_io"),
     *("data.policy", "data.rand_augment_ops", "data.rand_augment_magnitude", "data.random_erasing"),
     *("data.mixup_alpha", "data.cutmix_lambda_low", "data.cutmix_lambda_high", "data.cutmix_disable_prob"),
@@ -43,6 +44,8 @@ _NEEDS: Dict[str, Tuple[str, Optional[Tuple[Any, ...]]]] = {
     "data.classes": ("data.dataset", ("synthetic",)),
     "data.download": ("data.dataset", ("cifar10", "cifar100")),
     "data.jpeg_decoder": ("data.dataset", IMAGE_FOLDERS),
+    "data.cache_size": ("data.dataset", IMAGE_FOLDERS),
+    "data.shuffle_window": ("data.dataset", IMAGE_FOLDERS),
     "data.policy": ("data.dataset", IMAGE_FOLDERS),
     "data.rand_augment_ops": ("data.policy", ("rand-augment",)),
     "data.rand_augment_magnitude": ("data.policy", ("rand-augment",)),

@@ -87,6 +87,7 @@ _METAVARS = {
     "checkpoint_every": "INTERVAL",
     "max_unsaved": "LIMIT",
     "storage_path": "URL",
+    "cache_size": "SIZE",
     "cluster": "FILE",
     "name": "TASK",
     "profile": "UPDATES",

@@ -117,12 +117,14 @@ class DatasetSize:
         train_samples, test_samples: the numbers of samples.
         is_published: the published sizes, because the files are missing.
         notes: what the user has to know of the files, a line each.
+        shards: the number of training samples in each shard, if `data.shuffle_window` shuffles within some of them.
     """
 
     train_samples: int
     test_samples: int
     is_published: bool = False
     notes: Tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    shards: Tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,6 +76,16 @@ def parse_evaluations(text: str) -> int:
     return int(found.group(1))
 
 
+def parse_size(text: str) -> int:
+    """Return the bytes of a size as 256MB or 1GB; powers of 1000. ValueError for anything else."""
+    units: Tuple[Tuple[str, int], ...] = (("kB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12))
+    for unit, factor in units:
+        number = text[: -len(unit)].strip()
+        if text.lower().endswith(unit.lower()) and number.isdigit() and int(number):
+            return int(number) * factor
+    raise ValueError("expected a size such as 256MB or 1GB")
+
+
 def parse_updates(text: str) -> Tuple[int, int]:
     """Parse "updates 20-25" or "update 20"; return the first and the last update, 1-based. ValueError otherwise."""
     found = _UPDATES.match(text)

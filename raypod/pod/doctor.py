@@ -25,6 +25,7 @@ from raypod.plan.cluster import LOCAL, Cluster, Host, cluster_from, read_file
 from raypod.plan.cluster_file import ClusterFile
 from raypod.plan.config import Config
 from raypod.plan.placement import Sizes, place
+from raypod.plan.urls import is_url
 from raypod.pod import file_checks, host_folders, probe, program_check, ssh
 from raypod.pod.finding import OK, RAY_CLUSTER, TROUBLE, WARN, Expected, Facts, Finding
 from raypod.pod.findings import examine
@@ -151,6 +152,7 @@ def probe_hosts(cluster: Cluster, settings: Dict[str, Any], timeout_s: float) ->
 def probe_settings(cluster: Cluster, resolved: Config) -> Dict[str, Any]:
     """Return the settings of the probe: which packages, tools, folders and partition it reports."""
     run_dir = resolved.run.run_dir or str(Path("runs").absolute())
+    data_dir = resolved.data.data_dir or ""
     return {
         "python": sys.executable if cluster.is_local else cluster.python,
         "cwd": str(Path.cwd()) if cluster.is_local else None,
@@ -163,7 +165,7 @@ def probe_settings(cluster: Cluster, resolved: Config) -> Dict[str, Any]:
             "run folder": run_dir,
             "cache": resolved.pod.executable_cache_path,
             "object store": "/dev/shm",
-            "data set": resolved.data.data_dir,
+            "data set": None if is_url(data_dir) else resolved.data.data_dir,
         },
         "token": file_checks.HOST_TOKEN_PATH,
     }

@@ -32,6 +32,12 @@ class Order:
     geometry: Geometry
     seed: int
     train_samples: int
+    shards: Tuple[int, ...] = ()  # the samples of each, if `window` of them are shuffled together
+    window: Optional[int] = None
+
+    def of_epoch(self, epoch: int) -> np.ndarray:
+        """Return the order of an epoch, as `epoch_order`."""
+        return epoch_order(self.seed, epoch, self.train_samples, self.shards, self.window)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -52,8 +58,9 @@ def order_of(run_dir: Path) -> Order:
     try:
         described = parse_json((run_dir / "plan.json").read_text())
         sizes = {field.name: described["geometry"][field.name] for field in dataclasses.fields(Geometry)}
-        seed = int(resolve.read_yaml(run_dir / run_folder.CONFIG)["training"]["seed"])
-        return Order(Geometry(**sizes), seed, int(described["dataset"]["train_samples"]))
+        config, size = resolve.read_yaml(run_dir / run_folder.CONFIG), described["dataset"]
+        seed, window = int(config["training"]["seed"]), config.get("data", {}).get("shuffle_window")
+        return Order(Geometry(**sizes), seed, int(size["train_samples"]), tuple(size.get("shards", ())), window)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{run_dir} is not a readable run folder: {error}") from None
 
@@ -172,7 +179,7 @@ class _Checker:
             found = (call.epoch, call.position, call.count)
             return [f"{where} has (epoch, position, count) {found}, not {expected}"]
         if epoch != self._epoch:
-            self._epoch, self._samples = epoch, epoch_order(order.seed, epoch, order.train_samples)
+            self._epoch, self._samples = epoch, order.of_epoch(epoch)
         faults = []
         seen = self._seen.setdefault(epoch, np.zeros(order.train_samples, dtype=np.int64))
         for instance in range(geometry.num_instances):

@@ -16,7 +16,7 @@ from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, FileRecord, Retention, checkpoints_to_remove
 from raypod.errors import CheckpointDamaged
 from raypod.plan.config import CHECKPOINTS, MANIFEST
-from raypod.storage.store import Store
+from raypod.remote.store import Store
 
 Sizes = Dict[str, Optional[int]]  # of the files of a folder
 _HASH = "manifest.sha256"

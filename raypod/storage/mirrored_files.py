@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Dict, Iterable, List
 
 from raypod.plan.config import CHECKPOINTS
+from raypod.remote.errors import StorageError
+from raypod.remote.store import Store
 from raypod.storage import run_files
-from raypod.storage.errors import StorageError
 from raypod.storage.remote_index import RemoteIndex
 from raypod.storage.run_files import Snapshot, Version
-from raypod.storage.store import Store
 
 
 class MirroredFiles:

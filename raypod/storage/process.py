@@ -26,10 +26,10 @@ from raypod.host.redaction import redacted_output
 from raypod.plan.metric import Metric
 from raypod.plan.urls import check_url
 from raypod.record import run_folder
-from raypod.storage.backends import check_scheme
-from raypod.storage.errors import secrets
+from raypod.remote.backends import check_scheme
+from raypod.remote.errors import secrets
+from raypod.remote.store import Store
 from raypod.storage.run_mirror import TAKEN, RunMirror
-from raypod.storage.store import Store
 
 NICE = 19  # the run goes first
 STALLED = 75  # exit code of a process whose storage library hangs; the coordinator starts it again

@@ -13,11 +13,11 @@ from raypod.host.files import replace_file
 from raypod.host.retries import growing, retried
 from raypod.plan.config import CHECKPOINTS, MANIFEST
 from raypod.plan.urls import RunUrl, check_url, run_url
+from raypod.remote.backends import check_scheme
+from raypod.remote.errors import describe
+from raypod.remote.store import Store
 from raypod.storage import index
-from raypod.storage.backends import check_scheme
-from raypod.storage.errors import describe
 from raypod.storage.index import Content, Index
-from raypod.storage.store import Store
 
 _ATTEMPTS, _FIRST_WAIT_S, _MOST_WAIT_S = 5, 0.5, 5.0
 _REREADS = 3  # if a file was replaced after its index was read

@@ -17,13 +17,13 @@ from raypod.host import held_folder
 from raypod.host.files import parse_json, replace_file, strict_json
 from raypod.host.retries import growing, retried
 from raypod.record.run_folder import SUMMARY
+from raypod.remote.errors import describe
+from raypod.remote.store import Store
 from raypod.storage import memory
-from raypod.storage.errors import describe
 from raypod.storage.memory import Memory
 from raypod.storage.mirrored_checkpoints import MirroredCheckpoints
 from raypod.storage.mirrored_files import MirroredFiles, latest_of
 from raypod.storage.remote_index import PlaceTaken, RemoteIndex
-from raypod.storage.store import Store
 
 TAKEN = 76  # exit code of the process if another one has the place: it is not started again
 _INTERVAL_S = 10.0  # between rounds

@@ -22,6 +22,7 @@ DATA = (
     "data.data_dir",
     "data.download",
     "data.cache_dir",
+    "data.cache_size",
     "data.samples",
     "data.image",
     "data.classes",

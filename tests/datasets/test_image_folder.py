@@ -302,8 +302,3 @@ def test_a_folder_that_cannot_be_read_is_an_error(folder: Path, monkeypatch: pyt
     for read in (datasets.load, datasets.dataset_size):
         with pytest.raises(ConfigError, match="cannot read the folder .*train/dog: Permission denied"):
             read(config(folder))
-
-
-def test_a_url_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"--data-dir s3://bucket/images: images are read from a folder of the host"):
-        datasets.dataset_size(config("s3://bucket/images"))

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from raypod.datasets import loading
 from raypod.datasets.arrays import load_mapped
 from raypod.datasets.loaders import SampleLoader
-from raypod.datasets.loading import ReadFailed, map_ahead, prefetch, reading, timed
+from raypod.datasets.loading import map_ahead, prefetch, reading, timed
 from raypod.datasets.order import augmentation_integers, call_positions, epoch_order, sample_seed
+from raypod.datasets.read_failures import ReadFailed
 from raypod.datasets.samples import SampleSource
 from raypod.errors import ConfigError
 from raypod.plan.plan import Geometry

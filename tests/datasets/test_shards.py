@@ -20,6 +20,7 @@ from raypod.datasets.loading import SeededSamples
 from raypod.errors import ConfigError
 from raypod.host.files import file_lock
 from raypod.plan.plan import DatasetSize
+from raypod.plan.values import parse_size
 from tests.support import image_folders
 from tests.support.image_folders import config
 
@@ -216,7 +217,7 @@ def test_wrong_input_is_one_line(folder: Path, packed: Path, words: Any, message
 
 def test_sizes() -> None:
     for text, size in {"256MB": 256_000_000, "1gb": 10**9, "64 kB": 64_000, "2TB": 2 * 10**12}.items():
-        assert packing.parse_size(text) == size
+        assert parse_size(text) == size
     for text in ("0MB", "-1GB", "1.5GB", "GB", "256"):
-        with pytest.raises(ConfigError, match="--shard-size"):
-            packing.parse_size(text)
+        with pytest.raises(ValueError, match="such as 256MB"):
+            parse_size(text)

@@ -15,12 +15,12 @@ import pytest
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Retention
 from raypod.host.files import replace_file
+from raypod.remote.store import Store
 from raypod.storage import memory, run_files
 from raypod.storage.mirrored_checkpoints import MirroredCheckpoints
 from raypod.storage.mirrored_files import MirroredFiles
 from raypod.storage.remote_index import RemoteIndex
 from raypod.storage.remote_run import RemoteRun
-from raypod.storage.store import Store
 from tests.support.faulty_disks import FlushedFiles, Killed
 from tests.support.mirrored_runs import (
     ACCURACY,

@@ -10,8 +10,8 @@ import pytest
 from raypod import train
 from raypod.errors import ConfigError
 from raypod.plan.urls import check_url, check_words, is_url, run_url
-from raypod.storage import backends
-from raypod.storage.errors import describe
+from raypod.remote import backends
+from raypod.remote.errors import describe
 from tests.support.mirrored_runs import FLAGS
 from tests.support.storage_servers import SECRET
 

@@ -16,11 +16,11 @@ from raypod.checkpoint import storage, writer
 from raypod.checkpoint.format import Manifest, Retention
 from raypod.host.session_process import end_session, start_module
 from raypod.plan.metric import Metric
+from raypod.remote import store as store_module
+from raypod.remote.store import Store
 from raypod.storage import index, memory, run_mirror
-from raypod.storage import store as store_module
 from raypod.storage.memory import Memory
 from raypod.storage.remote_run import RemoteRun
-from raypod.storage.store import Store
 from tests.support.bounded import wait_until
 from tests.support.storage_servers import Proxy, Server
 

@@ -13,8 +13,8 @@ import raypod.events
 from raypod import train
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Retention
+from raypod.remote.store import Store
 from raypod.storage import memory
-from raypod.storage.store import Store
 from tests.support.bounded import wait_until
 from tests.support.mirrored_runs import (
     ACCURACY,

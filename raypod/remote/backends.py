@@ -54,7 +54,7 @@ def connect(url: str) -> Tuple[Any, str]:
         options["config_kwargs"] = limits
     elif scheme in SFTP:
         with _without_warnings():
-            kind = importlib.import_module("raypod.storage.sftp").VerifiedSftp
+            kind = importlib.import_module("raypod.remote.sftp").VerifiedSftp
         fsspec.register_implementation(scheme, kind, clobber=True)
     with _without_warnings():
         file_system, path = fsspec.core.url_to_fs(url, **options)

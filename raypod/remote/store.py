@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Dict, Iterator, List, Optional
 
 from raypod.plan.urls import scheme_of
-from raypod.storage.backends import OBJECT_STORES, connect
-from raypod.storage.digests import Digests, checksum_in
-from raypod.storage.errors import StorageError
+from raypod.remote.backends import OBJECT_STORES, connect
+from raypod.remote.digests import Digests, checksum_in
+from raypod.remote.errors import StorageError
 
 _CHUNK_BYTES = 1 << 20
 _PART_BYTES, _MAX_PARTS = 8 << 20, 9000  # of an upload in parts; S3 permits parts from 5 MiB on, and 10000 of them
@@ -82,6 +82,12 @@ class Store:
         except FileNotFoundError:
             return None
         return output.getvalue()
+
+    def read_range(self, name: str, first: int, size_bytes: int) -> bytes:
+        """Return `size_bytes` bytes of a file, or what it has of them. FileNotFoundError if there is none."""
+        content: bytes = self._connected().cat_file(self._path(name), start=first, end=first + size_bytes)
+        self.progress_s = time.monotonic()
+        return content
 
     def download(self, name: str, target: Path, most_bytes: int) -> None:
         """Copy a file, at most `most_bytes` of it, into a new file of this host. FileNotFoundError if there is none."""

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from raypod.storage.digests import Digests, checksum_in
-from raypod.storage.errors import StorageError
-from raypod.storage.store import Store
+from raypod.remote.digests import Digests, checksum_in
+from raypod.remote.errors import StorageError
+from raypod.remote.store import Store
 from tests.support.mirrored_runs import faults
 
 
-def test_an_upload_is_read_back_where_the_storage_has_no_checksum(url: str) -> None:
+def test_an_upload_is_read_back_where_the_storage_has_no_checksum(tmp_path: Path) -> None:
     def garble(operation: str, path: str) -> None:
         if operation == "close":
             Path(path).write_bytes(b"garbled")
 
     with faults(garble), pytest.raises(StorageError, match="another content on the storage"):
-        Store(url).write_bytes("name", b"1234567")
+        Store(f"file://{tmp_path}/remote").write_bytes("name", b"1234567")
 
 
 @pytest.mark.parametrize("size", [0, 1, 9, 10, 11, 20, 25])
