@@ -3,7 +3,8 @@
 `resnet8`, `resnet14`, `resnet20` are the residual networks for small images of He et al. 2016, section 4.2 (6n + 2
 layers). `resnet18` and larger come from torchvision; for images under 64 pixels their stem is one 3x3 convolution of
 stride 1 without pooling, as is usual for CIFAR. The vision transformers are torchvision's: ViT-B/16, and two small ones
-that divide an image of any size into 8 x 8 patches. `mobile_networks` has the others.
+that divide an image of any size into 8 x 8 patches. `mobile_networks` and `library_models`
+have the others.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from torch.nn import functional
 
 from raypod.errors import ConfigError
 from raypod.host import torchvision_import
-from raypod.model import mobile_networks
+from raypod.model import library_models, mobile_networks
 from raypod.plan import user_code
 from raypod.plan.config import (
     MOBILE_NETWORKS,
     SMALL_RESNETS,
     TIMM,
+    TORCHVISION,
     TORCHVISION_RESNETS,
     VISION_TRANSFORMERS,
     Config,
@@ -69,6 +71,8 @@ def _network(config: Config, channels: int, side: int, classes: int) -> nn.Modul
         return mobile_networks.build(config.training, channels, classes)
     if name.startswith(TIMM):
         return mobile_networks.build_timm(name, channels, classes)
+    if name.startswith(TORCHVISION):
+        return library_models.build_torchvision(name, channels, side, classes)
     if name in VISION_TRANSFORMERS:
         return _vision_transformer(config.training, channels, side, classes)
     model = user_code.call(name, "training.model", channels, classes)

@@ -28,7 +28,8 @@ TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet1
 VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")
 EFFICIENTNETS = ("efficientnet_b0", "efficientnet_b4")
 MOBILE_NETWORKS = (*EFFICIENTNETS, "mobilenet_v3_small", "mobilenet_v3_large")
-TIMM = "timm:"  # begins the name of a model of the package timm
+TIMM, TORCHVISION = "timm:", "torchvision:"  # begin the name of a model of that package
+LIBRARIES = (TIMM, TORCHVISION)
 IMAGE_FOLDERS = ("imagefolder", "imagenet")  # data sets
 WITHOUT_FILES = ("digits", "synthetic")  # data sets that read no folder
 MAX_IMAGE_PIXELS = 89_478_485  # of an image file, as Pillow's own limit: 268 MB as RGB
@@ -181,8 +182,8 @@ class TrainingSection(Section):
     model: str = Field(
         "resnet8",
         description="resnet8/14/20, resnet18/34/50/101/152, vit_tiny/small/b_16, efficientnet_b0/b4, "
-        "mobilenet_v3_small/large, tiny, timm:NAME, or module:function, as in nets:make with def make(channels, "
-        "classes): return Net(channels, classes)",
+        "mobilenet_v3_small/large, tiny, torchvision:NAME, timm:NAME, or module:function, as in nets:make with def "
+        "make(channels, classes): return Net(channels, classes)",
     )
     stem: Literal["auto", "cifar", "imagenet"] = Field(
         "auto", description="first layers of ResNets; auto: by the image size"
@@ -354,7 +355,7 @@ class TrainingSection(Section):
     @property
     def has_own_model(self) -> bool:
         """Whether the model is a function of the user."""
-        return ":" in self.model and not self.model.startswith(TIMM)
+        return ":" in self.model and not self.model.startswith(LIBRARIES)
 
     @property
     def ema_interval(self) -> int:
@@ -369,9 +370,11 @@ class TrainingSection(Section):
     def _is_known(cls, value: str) -> str:
         known = ("tiny", *SMALL_RESNETS, *TORCHVISION_RESNETS, *VISION_TRANSFORMERS, *MOBILE_NETWORKS)
         if value not in known and ":" not in value:
-            raise ValueError(f"known are {', '.join(known)}, timm:NAME, or module:function for a custom model")
-        if value.startswith(TIMM) and ":" in value[len(TIMM) :]:
-            raise ValueError("write timm: and the name of a model of timm, as in timm:convnext_tiny")
+            others = "torchvision:NAME, timm:NAME, or module:function for a custom model"
+            raise ValueError(f"known are {', '.join(known)}, {others}")
+        library, _, name = value.partition(":")
+        if value.startswith(LIBRARIES) and (":" in name or not name):
+            raise ValueError(f"write {library}: and the name of a model of {library}, as in {library}:convnext_tiny")
         return value
 
     @pydantic.field_validator("lr_schedule")

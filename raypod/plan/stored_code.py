@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Collection, Dict, List, Mapping, Optional, Tuple
 
 from raypod.errors import ConfigError
-from raypod.plan.config import CONFIG_FILE, TIMM
+from raypod.plan.config import CONFIG_FILE, LIBRARIES
 
 SEAL = "config.seal"  # of a run folder
 FLAGS = {
@@ -39,8 +39,8 @@ def names_of(values: Mapping[str, Mapping[str, Any]]) -> List[Tuple[str, str]]:
         section, _, key = full.partition(".")
         value = values.get(section, {}).get(key)
         texts = value if isinstance(value, (list, tuple)) else str(value or "").split(",")
-        is_timm = full == "training.model" and str(value).startswith(TIMM)
-        found += [(full, text) for text in map(str, texts) if ":" in text and not is_timm]
+        is_library = full == "training.model" and str(value).startswith(LIBRARIES)
+        found += [(full, text) for text in map(str, texts) if ":" in text and not is_library]
     popart = str(values.get("ipu", {}).get("popart"))  # a mapping, or KEY=VALUE
     return [*found, *(("ipu.popart", name) for name in _CODELETS if name in popart)]
 

@@ -16,6 +16,7 @@ from raypod.datasets.images import ImageSource, input_shape
 from raypod.datasets.mixing import Mixed, Mixing, weighted_labels
 from raypod.datasets.source import Batch, Source
 from raypod.datasets.transforms import activation_dtype, device_input
+from raypod.model import library_models
 from raypod.model.networks import build_model
 from raypod.plan.config import Config
 from raypod.tasks.classification import calibration_error, classification_details, top_accuracy
@@ -31,13 +32,13 @@ class ImageClassification(Task):
     predictions, test_metrics = PREDICTIONS, TEST_METRICS
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
+        super().__init__(library_models.with_image_size(config))
         self.user_code = config.training.model if config.training.has_own_model else None
         self._splits: Optional[Splits] = None
 
     def load(self) -> Source:
         """See `Task.load`."""
-        self._splits = datasets.load(self.config)
+        self._splits = library_models.with_statistics(self.config, datasets.load(self.config))
         return ImageSource(self.config, self._splits)
 
     def network(self, first_batch: Batch) -> nn.Module:

@@ -6,7 +6,7 @@ from raypod import datasets
 from raypod.errors import ConfigError
 from raypod.host import sdk, torchvision_import
 from raypod.plan import user_code
-from raypod.plan.config import TIMM, VISION_TRANSFORMERS, Config
+from raypod.plan.config import TIMM, TORCHVISION, VISION_TRANSFORMERS, Config
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import TaskFacts
 
@@ -45,6 +45,10 @@ def _check_model(config: Config) -> None:
         from raypod.model.mobile_networks import check_timm  # imports torch
 
         check_timm(name)
+    elif name.startswith(TORCHVISION):
+        from raypod.model.library_models import check_torchvision  # as above
+
+        check_torchvision(name)
     elif config.training.has_own_model:
         torchvision_import.install()  # the user's module may import torchvision
         with sdk.importable(config.run.device):

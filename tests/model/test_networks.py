@@ -22,7 +22,7 @@ from raypod.plan import config
 from raypod.plan.compatibility import check_compatible
 from raypod.plan.resolve import from_values
 from raypod.plan.stored_code import names_of
-from raypod.tasks.registry import facts_of
+from raypod.tasks.registry import facts_of, task_of
 
 SMALL = DecoderSize(2, 2, 8)
 
@@ -137,6 +137,35 @@ def test_a_model_of_timm_gets_channels_and_classes_and_keeps_the_activations_in_
         planned("timm:one")
     with pytest.raises(ConfigError, match="as in timm:convnext_tiny"):
         planned("timm:hf-hub:one")
+
+
+@pytest.mark.parametrize(("name", "side"), [("convnext_tiny", 32), ("vit_b_16", 32), ("googlenet", 64)])
+def test_a_classifier_of_torchvision_fits_the_images(name: str, side: int) -> None:
+    with torch.device("meta"):
+        network = build(1, side, 7, model=f"torchvision:{name}").train()
+        assert network(torch.zeros(2, 1, side, side)).shape == (2, 7)
+    assert names_of({"training": {"model": f"torchvision:{name}"}}) == []
+    planned(f"torchvision:{name}")
+
+
+def test_the_images_of_a_classifier_of_torchvision_are_prepared_as_those_of_its_weights() -> None:
+    values = {"data": {"dataset": "synthetic", "samples": 16}, "training": {"model": "torchvision:inception_v3"}}
+    task = task_of(from_values(values))
+    assert task.load().first_batch(1)[0].shape == (1, 3, 299, 299)
+    assert task.example(2)[0].shape == (2, 3, 299, 299)
+    assert (task.description()["mean"], task.description()["std"]) == ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    task = task_of(from_values({**values, "data": {"dataset": "digits", "image_size": 75}}))
+    assert task.load().first_batch(1)[0].shape == (1, 1, 75, 75)
+    assert len(task.description()["mean"]) == 1  # that of three colors says nothing about these images
+
+
+def test_what_is_no_classifier_of_torchvision_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="torchvision has no such classifier; did you mean torchvision:resnet50"):
+        planned("torchvision:resnt50")
+    with pytest.raises(ConfigError, match="torchvision:fcn_resnet50: torchvision has no such classifier"):
+        planned("torchvision:fcn_resnet50")
+    with pytest.raises(ConfigError, match="as in torchvision:convnext_tiny"):
+        planned("torchvision:")
 
 
 def planned(model: str) -> None:
