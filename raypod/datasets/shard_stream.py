@@ -379,7 +379,9 @@ class StreamedShards:
 
     def _array(self, name: str) -> np.ndarray:
         file = f"{shards.ARRAYS}/{name}.npy"
-        shard = Shard(file=file, bytes=0, xxh3_128=self.index.arrays.get(name, ""))
+        if name not in self.index.arrays:
+            raise ConfigError(f"{self._url}: its index has no {file}; copy it again, or pack again")
+        shard = Shard(file=file, bytes=0, xxh3_128=self.index.arrays[name])
         self._try(f"{self._url}/{file}", lambda: self.cache.fetch(self._store, shard))
         try:
             return load_mapped(self.cache.path(shard))

@@ -20,6 +20,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import numpy as np
 import pydantic
 import xxhash
+from typing_extensions import Annotated
 
 from raypod.datasets.arrays import load_mapped
 from raypod.datasets.order import packed_order
@@ -33,6 +34,9 @@ SPLITS = {"train": "train", "test": "val"}  # the folder of the shards of each s
 COLUMNS = ("files", "labels", "shards", "offsets", "sizes", "checksums")  # arrays of each split
 _MAX_OPEN = 64  # shards per process
 _CHUNK_BYTES = 1 << 20
+# Of a file that someone else may have written: neither leads out of a folder.
+Checksum = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{32}$")]
+ShardPath = Annotated[str, pydantic.Field(pattern=r"^[a-z]+/[a-z0-9_]+\.(tar|npy)$")]
 
 
 class Shard(pydantic.BaseModel):
@@ -43,9 +47,9 @@ class Shard(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True)
 
-    file: str
+    file: ShardPath
     bytes: int
-    xxh3_128: str
+    xxh3_128: Checksum
     samples: Optional[int] = None
 
 
@@ -74,7 +78,7 @@ class Index(pydantic.BaseModel):
     classes: Tuple[str, ...]
     train: SplitIndex
     test: SplitIndex
-    arrays: Dict[str, str]
+    arrays: Dict[str, Checksum]
 
     @property
     def shards(self) -> Tuple[Shard, ...]:

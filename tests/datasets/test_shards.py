@@ -122,6 +122,10 @@ def edited(**changed: object) -> Callable[[Path], object]:
     return edit
 
 
+def leads_out(file: Path) -> None:
+    file.write_text(file.read_text().replace("val/00000.tar", "../00000.tar"))
+
+
 def zero(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-8] + bytes(8))
 
@@ -135,6 +139,8 @@ def zero(file: Path) -> None:
         ("index.json", lambda file: file.write_text("{}"), r"index.json is not the index of `.*`: its format is None"),
         ("index.json", cut, r"cannot read the index \S+index.json \(.*\); copy it again, or pack again"),
         ("index.json", edited(classes=None), r"\S+index.json \(.*classes.*\); copy it again, or pack"),
+        ("index.json", edited(arrays={"train_files": "../../x"}), r"index.json \(.*arrays.train_files.*\); copy it"),
+        ("index.json", leads_out, r"index.json \(.*test.shards.0.file.*\); copy it again"),
         ("index.json", Path.unlink, r"packed has shards, but no index.json: it is incomplete; copy it again"),
         ("index/train_offsets.npy", zero, r"offsets.npy \(its checksum is \w+, expected \w+\); copy it again"),
         ("index/test_files.npy", Path.unlink, r"test_files.npy \(No such file or directory\); copy it again"),
