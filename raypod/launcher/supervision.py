@@ -30,6 +30,8 @@ _READ_BYTES = 1 << 16
 _MESSAGES = (signal.SIGUSR1, signal.SIGUSR2)
 _ABORTED = 128 + signal.SIGABRT  # exit code after an uncaught C++ exception
 # An exception with which a program ends because another one has ended: of the emulated SDK, Horovod, and Gloo.
+# The peer may close its connections seconds before its process ends.
+_CAUSE_S = 2.0
 _OF_PEER = re.compile(r"a peer has ended|HorovodInternalError|Connection (closed|reset) by peer")
 Write = Callable[[bytes, float], Optional[bool]]
 
@@ -124,10 +126,11 @@ class Supervision:
         self._signals, self._grace_s = signals, grace_s
         self._running = {spec.index for spec in placement.instances}
         self._failed: Optional[ProgramEnd] = None
-        # Before a failure; a program that is ended by a signal may have the code 0, too.
+        # Before the others are ended; a program that is ended by a signal may have the code 0, too.
         self._succeeded: List[int] = []
         self._forwarded = 0  # number of received signals that were forwarded
         self._is_ending = False
+        self._cause_until_s: Optional[float] = None  # how long to wait for the end of the peer that caused the failure
         self._end_at_s: Optional[float] = None  # when to end the remaining processes
         self._leave_at_s: Optional[float] = None  # when to stop waiting for hosts
         self._output_closed: Dict[int, bool] = {}  # by host
@@ -141,7 +144,7 @@ class Supervision:
             HostLost: A host is lost.
         """
         while not self._hosts.are_done and (self._leave_at_s is None or time.monotonic() < self._leave_at_s):
-            has_failed = self._failed is not None
+            was_ending = self._is_ending
             for host, report in self._hosts.reports(_POLL_S):
                 self._observe(host, report)
                 for instance, stream, data in report.chunks:
@@ -149,7 +152,7 @@ class Supervision:
                 self._output_closed[host] = report.is_output_closed
                 for end in report.ends:
                     self._add_end(end)
-                if not has_failed:  # the reports of several hosts that arrive together have no order
+                if not was_ending:  # the reports of several hosts that arrive together have no order
                     self._succeeded += [end.instance for end in report.ends if not end.exit_code]
             self._output.flush()
             self._forward_signals()
@@ -162,17 +165,34 @@ class Supervision:
         return 0
 
     def _should_end(self) -> bool:
+        if self._cause_until_s is not None and (self._succeeded or time.monotonic() >= self._cause_until_s):
+            return True
         if self._end_at_s is not None and time.monotonic() >= self._end_at_s:
             return True
         return not self._running and all(self._output_closed.values())
 
     def _add_end(self, end: ProgramEnd) -> None:
         self._running.discard(end.instance)
-        if end.exit_code and self._failed is None and not self._signals.received:
-            self._failed = end
-            self._end(self._grace_s)
+        if end.exit_code and not self._is_ending and not self._signals.received:
+            self._add_failure(end)
         if not self._running and self._end_at_s is None:  # descendants of the programs have the grace period to exit
             self._end_at_s = time.monotonic() + self._grace_s
+
+    def _add_failure(self, end: ProgramEnd) -> None:
+        """End the other programs; after the failure of a peer only if that peer is not the next to end."""
+        is_of_peer = _OF_PEER.search(self._exception(end) or "") is not None
+        if self._failed is None or not is_of_peer:
+            self._failed = end
+        if not is_of_peer:
+            self._end(self._grace_s)
+        elif self._cause_until_s is None:
+            self._cause_until_s = time.monotonic() + _CAUSE_S
+
+    def _exception(self, end: ProgramEnd) -> Optional[str]:
+        """Return the uncaught exception with which a program ended; None if there is none."""
+        if end.exit_code == 1:  # that of Python after an uncaught exception
+            return self._output.last_exception(end.instance)
+        return self._output.last_cpp_exception(end.instance) if end.exit_code == _ABORTED else None
 
     def _forward_signals(self) -> None:
         """Pass on SIGUSR1 and SIGUSR2; forward the first other signal to the programs; a second one kills them."""
@@ -192,11 +212,7 @@ class Supervision:
         self._leave_at_s = time.monotonic() + grace_s + _EXIT_MARGIN_S
 
     def _failure(self, end: ProgramEnd) -> ProgramFailed:
-        failed, exception = end.instance, None
-        if end.exit_code == 1:  # that of Python after an uncaught exception
-            exception = self._output.last_exception(end.instance)
-        elif end.exit_code == _ABORTED:
-            exception = self._output.last_cpp_exception(end.instance)
+        failed, exception = end.instance, self._exception(end)
         cause = f"{end.cause} ({exception})" if exception else end.cause
         if self._succeeded and _OF_PEER.search(exception or ""):
             failed, of_peer = self._succeeded[0], failed

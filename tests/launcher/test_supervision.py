@@ -113,13 +113,13 @@ OF_PEER = "[rank1]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0
 
 
 @pytest.mark.parametrize("stderr", [OF_PEER, "horovod.common.HorovodInternalError: shut down", "E: a peer has ended"])
-@pytest.mark.parametrize("seconds", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("seconds", [(1, 2), (2, 2), (3, 2)])  # its process may end after its connections
 def test_a_program_that_ends_too_early_is_the_cause_of_the_failure_of_its_peer(
     hosts: ScriptedHosts, tmp_path: Any, stderr: str, seconds: Tuple[int, int]
 ) -> None:
     stderr = stderr.replace("E: ", "_pod.PeerError: ")
     failure = (seconds[1], hosts.exits(1, 1, stderr.encode()))
-    hosts.script = [failure, (seconds[0], hosts.exits(0)), (3, hosts.finish)]
+    hosts.script = [failure, (seconds[0], hosts.exits(0)), (5, hosts.finish)]
     with pytest.raises(ProgramFailed) as found:
         hosts.run(tmp_path)
     shown = stderr.replace("[rank1]: ", "")
@@ -128,16 +128,25 @@ def test_a_program_that_ends_too_early_is_the_cause_of_the_failure_of_its_peer(
         f"({shown}); its log: {tmp_path}/logs/instance-0.log"
     )
     assert found.value.exit_code == 1
+    assert hosts.calls == [(max(seconds), "end", GRACE_S)]
+
+
+def test_the_failure_of_a_peer_is_not_the_cause_if_the_peer_fails_next(hosts: ScriptedHosts, tmp_path: Any) -> None:
+    hosts.script = [(1, hosts.exits(1, 1, OF_PEER.encode())), (2, hosts.exits(0, 3)), (3, hosts.finish)]
+    with pytest.raises(ProgramFailed, match="^instance 0 on host a failed: exit code 3") as found:
+        hosts.run(tmp_path)
+    assert found.value.exit_code == 3
+    assert hosts.calls == [(2, "end", GRACE_S)]
 
 
 @pytest.mark.parametrize(
     ("stderr", "seconds"),
-    [("ValueError: broken", 1), (OF_PEER, 4)],  # an exception of its own; the other one was ended after the failure
+    [("ValueError: broken", 1), (OF_PEER, 5)],  # an exception of its own; the other one was ended after the failure
 )
 def test_a_program_that_ends_with_0_is_not_the_cause_of_every_failure(
     hosts: ScriptedHosts, tmp_path: Any, stderr: str, seconds: int
 ) -> None:
-    hosts.script = [(2, hosts.exits(1, 1, stderr.encode())), (seconds, hosts.exits(0)), (5, hosts.finish)]
+    hosts.script = [(2, hosts.exits(1, 1, stderr.encode())), (seconds, hosts.exits(0)), (6, hosts.finish)]
     with pytest.raises(ProgramFailed, match="^instance 1 on host b failed: exit code 1"):
         hosts.run(tmp_path)
 
