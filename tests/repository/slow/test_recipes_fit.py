@@ -12,6 +12,7 @@ from raypod.__main__ import main
 from tests.support import ROOT
 
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+LIMITS = {"gpt2-pod16": 90}  # percent of each IPU; else 100
 
 
 @pytest.mark.timeout(1800)  # EfficientNet-B4 has 95 blocks and images of 380x380 pixels
@@ -24,4 +25,4 @@ def test_a_recipe_fits(processes: None, recipe: Path, tmp_path: Path, monkeypatc
     assert main(["plan", "--memory", "--strict", "--config", str(recipe), *cluster, *data]) == 0
     found = [int(share) for share in re.findall(r"IPU \d+ .*?\] +(\d+) %", capsys.readouterr().out)]
     assert found
-    assert max(found) <= 100
+    assert max(found) <= LIMITS.get(recipe.stem, 100)
