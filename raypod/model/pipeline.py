@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import time
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -312,7 +312,7 @@ def called_units(network: nn.Module, inputs: Inputs) -> List[Tuple[str, nn.Modul
     def note(name: str) -> Any:
         return lambda module, inputs: calls.append(name)
 
-    units = dict(_units(network))
+    units = dict(_units(network, _layer_list(network)))
     with torch.no_grad(), _hooks(units.items(), note):
         network(*inputs.positional, **inputs.named)
     once = [name for name in calls if calls.count(name) == 1 and _parameters(units[name])]
@@ -332,18 +332,34 @@ def _hooks(modules: Iterable[Tuple[str, nn.Module]], hook_of: Callable[[str], An
             hook.remove()
 
 
-def _units(module: nn.Module, prefix: str = "") -> Iterator[Tuple[str, nn.Module]]:
-    """Yield the modules to distribute over IPUs.
+def _units(
+    module: nn.Module, layers: str, prefix: str = "", seen: Optional[Set[int]] = None
+) -> Iterator[Tuple[str, nn.Module]]:
+    """Yield the modules to distribute over IPUs, each once, also if it has several names.
 
-    Sequences, and modules with a sequence of more than 90% of their parameters, are replaced by their children.
+    Sequences, modules with a sequence of more than 90% of their parameters, and those that contain the list `layers`,
+    are replaced by their children, but the layers in it are not.
     """
-    for name, child in module.named_children():
-        if any(child.named_children()) and any(
-            10 * _parameters(each) > 9 * _parameters(child) for each in _sequences(child)
-        ):
-            yield from _units(child, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", child
+    seen = set() if seen is None else seen
+    for own, child in module.named_children():
+        name = f"{prefix}{own}"
+        is_divided = any(10 * _parameters(each) > 9 * _parameters(child) for each in _sequences(child))
+        is_divided = f"{layers}.".startswith(f"{name}.") or (is_divided and prefix != f"{layers}.")
+        if any(child.named_children()) and is_divided:
+            yield from _units(child, layers, f"{name}.", seen)
+        elif id(child) not in seen:
+            seen.add(id(child))
+            yield name, child
+
+
+def _layer_list(network: nn.Module) -> str:
+    """Return the name of the longest `nn.ModuleList` of modules of one class, as a transformer's; "" without one."""
+    found, longest = "", 1
+    for name, module in network.named_modules():
+        children = list(module.children()) if isinstance(module, nn.ModuleList) else []
+        if len({type(child) for child in children}) == 1 and len(children) > longest:
+            found, longest = name, len(children)
+    return found
 
 
 def _sequences(module: nn.Module) -> List[nn.Module]:
