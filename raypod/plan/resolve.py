@@ -20,6 +20,7 @@ from raypod.plan.config import (
     CHECKPOINTS,
     CONFIG_FILE,
     IMAGE_CLASSIFICATION,
+    IMAGE_TASKS,
     MANIFEST,
     WITHOUT_FILES,
     Config,
@@ -134,7 +135,7 @@ def drop_unread_folder(values: Values, given: Mapping[str, Any]) -> None:
     """Remove the data folder of a run whose data set, its own or a `given` one, reads none; plans reject both."""
     data = values.get("data", {})
     reads_none = data.get("dataset", DataSection().dataset) in WITHOUT_FILES
-    if reads_none and task_of_values(values) == IMAGE_CLASSIFICATION and "data.data_dir" not in given:
+    if reads_none and task_of_values(values) in IMAGE_TASKS and "data.data_dir" not in given:
         data.pop("data_dir", None)
 
 
