@@ -87,7 +87,7 @@ _METAVARS = {
     "checkpoint_every": "INTERVAL",
     "max_unsaved": "LIMIT",
     "storage_path": "URL",
-    "cluster": "FILE",
+    **dict.fromkeys(("cluster", "ipu_config"), "FILE"),
     "name": "TASK",
     "profile": "UPDATES",
     "wait_hosts": "SECONDS",
