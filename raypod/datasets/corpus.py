@@ -157,6 +157,11 @@ def _in_folder(root: Path, suffixes: Tuple[str, ...]) -> List[Tuple[str, Path]]:
 class Tokenizer:
     """A tokenizer file of the package `tokenizers`.
 
+    Args:
+        path: the file.
+        flag: what names it, for messages.
+        end: the token that ends a file; default: one of those with which tokenizers end a text.
+
     Attributes:
         vocabulary: number of tokens, with the one that ends a file.
 
@@ -164,22 +169,22 @@ class Tokenizer:
         ConfigError: the package is not installed, or the file cannot be used.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, flag: str = "--tokenizer", end: Optional[str] = None) -> None:
         try:
             import tokenizers  # an optional package
         except ImportError:
             raise ConfigError(
-                "--tokenizer needs the package tokenizers, which is not installed: pip install 'raypod[tokenizers]'"
+                f"{flag} needs the package tokenizers, which is not installed: pip install 'raypod[hf]'"
             ) from None
         file = Path(path).expanduser()
         if not file.is_file():
-            raise DataMissing(f"--tokenizer {path} does not exist{looked_in(file)}")
-        with reported(f"--tokenizer {path}"):  # the package raises Exception itself
+            raise DataMissing(f"{flag} {path} does not exist{looked_in(file)}")
+        with reported(f"{flag} {path}"):  # the package raises Exception itself
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        known = [ids[token] for token in _END_TOKENS if token in ids]
+        known = [ids[token] for token in (end, *_END_TOKENS) if token in ids]
         self._end = known[0] if known else max(ids.values(), default=-1) + 1
         self.vocabulary = max([*ids.values(), self._end]) + 1
 
@@ -187,6 +192,23 @@ class Tokenizer:
     def end(self) -> int:
         """The token that ends a file."""
         return self._end
+
+    def number_of(self, token: str) -> Optional[int]:
+        """Return the number of a token; None for one that it does not have."""
+        found: Optional[int] = self._tokenizer.token_to_id(token)
+        return found
+
+    def padded(self, texts: Sequence[Any], length: int, padding: Optional[str]) -> List[Any]:
+        """Return the encodings of texts, or of lists of words, cut and padded to a length, with the special tokens."""
+        number = 0 if padding is None else self.number_of(padding) or 0
+        self._tokenizer.enable_truncation(max_length=length)
+        self._tokenizer.enable_padding(length=length, pad_id=number, pad_token=padding or "[PAD]")
+        try:
+            are_words = bool(texts) and not isinstance(texts[0], str)
+            return list(self._tokenizer.encode_batch(list(texts), is_pretokenized=are_words))
+        finally:
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
 
     def tokens_of(self, text: str) -> List[int]:
         """Return the tokens of a text, without one that ends it."""

@@ -292,7 +292,7 @@ class Instance:
         """Evaluate this instance's share of the test split, with the BatchNorm statistics of global replica 0."""
         assert self._feed is not None, "call build first"
         self._read_back()
-        hvd.broadcast_parameters(dict(self._model.network.named_buffers()), root_rank=0)
+        hvd.broadcast_parameters(self._model.buffers(), root_rank=0)
         state = program.read_replica_state(self._training)
         devices.detach(self._poptorch_models)  # PopTorch gives a model new weights only as it attaches
         program.load_replica_state(self._training, state)

@@ -107,6 +107,11 @@ class ReplicaModel:
         """Return a context in which the network has the weights that are evaluated: the average, if there is one."""
         return contextlib.nullcontext() if self.average is None else self.average.applied()
 
+    def buffers(self) -> Dict[str, torch.Tensor]:
+        """Return the buffers of the network by name; of bool ones, which Horovod does not send, the bytes."""
+        named = self.network.named_buffers()
+        return {name: each.view(torch.uint8) if each.dtype is torch.bool else each for name, each in named}
+
     def weights_sha256(self) -> str:
         """Return the hash of the weights, as checkpoints record it."""
         return tensors.weights_sha256(self.network.state_dict())

@@ -1,4 +1,4 @@
-"""Classifiers of torchvision by name, and how the images of their published weights are prepared."""
+"""Classifiers of torchvision by name, and how images are prepared for them and for models of transformers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import nn
 
 from raypod.cli import nearest
 from raypod.datasets.arrays import Splits
+from raypod.datasets.hf_folder import HfFolder
 from raypod.datasets.registry import image_shape
 from raypod.errors import ConfigError
 from raypod.host import torchvision_import
 from raypod.plan import user_code
-from raypod.plan.config import TORCHVISION, Config
+from raypod.plan.config import HF_IMAGES, TORCHVISION, Config
 
 # Arguments of a constructor that depend on the images, or that change what a network returns in training.
 _ARGUMENTS = {"googlenet": {"aux_logits": False, "init_weights": True}}
@@ -70,10 +71,27 @@ def check_torchvision(name: str) -> None:
 def preprocessing_of(config: Config) -> Optional[Preprocessing]:
     """Return how images are prepared for the weights of a config's model; None if the model has no such statement."""
     name = config.training.model
+    if config.task.name == HF_IMAGES:
+        return _of_folder(HfFolder(config))
     if not name.startswith(TORCHVISION):
         return None
     stated = _models().get_model_weights(_own(name)).DEFAULT.transforms()
     return Preprocessing(int(stated.crop_size[0]), tuple(stated.mean), tuple(stated.std))
+
+
+def _of_folder(folder: HfFolder) -> Optional[Preprocessing]:
+    """Return how a folder of transformers prepares images."""
+    stated, side = folder.preprocessor(), folder.config.get("image_size")
+    sizes = stated.get("crop_size"), stated.get("size")
+    for size in (each for each in sizes if side is None and each is not None):
+        side = (
+            next((size[key] for key in ("height", "shortest_edge") if key in size), None)
+            if isinstance(size, dict)
+            else size
+        )
+    mean, std = stated.get("image_mean"), stated.get("image_std")
+    statistics = (tuple(mean), tuple(std)) if mean and std else ((), ())
+    return Preprocessing(side if isinstance(side, int) else None, *statistics)
 
 
 def with_image_size(config: Config) -> Config:

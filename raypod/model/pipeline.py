@@ -13,7 +13,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -301,7 +301,7 @@ def _time_round(network: nn.Module, inputs: Inputs, called: List[Tuple[str, nn.M
 
 def called_units(network: nn.Module, inputs: Inputs) -> List[Tuple[str, nn.Module]]:
     """Return the units that have parameters and are called exactly once, in the order of their calls."""
-    units = dict(_units(network))
+    units = dict(_units(network, _layer_list(network)))
     calls = Counter(_calls(network, inputs))  # in the order of the first calls
     once = [name for name, count in calls.items() if name in units and count == 1 and _parameters(units[name])]
     if not once:
@@ -344,18 +344,34 @@ def _forward_calls(network: nn.Module, inputs: Inputs) -> List[str]:
     return calls
 
 
-def _units(module: nn.Module, prefix: str = "") -> Iterator[Tuple[str, nn.Module]]:
-    """Yield the modules to distribute over IPUs.
+def _units(
+    module: nn.Module, layers: str, prefix: str = "", seen: Optional[Set[int]] = None
+) -> Iterator[Tuple[str, nn.Module]]:
+    """Yield the modules to distribute over IPUs, each once, also if it has several names.
 
-    Sequences, and modules with a sequence of more than 90% of their parameters, are replaced by their children.
+    Sequences, modules with a sequence of more than 90% of their parameters, and those that contain the list `layers`,
+    are replaced by their children, but the layers in it are not.
     """
-    for name, child in module.named_children():
-        if any(child.named_children()) and any(
-            10 * _parameters(each) > 9 * _parameters(child) for each in _sequences(child)
-        ):
-            yield from _units(child, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", child
+    seen = set() if seen is None else seen
+    for own, child in module.named_children():
+        name = f"{prefix}{own}"
+        is_divided = any(10 * _parameters(each) > 9 * _parameters(child) for each in _sequences(child))
+        is_divided = f"{layers}.".startswith(f"{name}.") or (is_divided and prefix != f"{layers}.")
+        if any(child.named_children()) and is_divided:
+            yield from _units(child, layers, f"{name}.", seen)
+        elif id(child) not in seen:
+            seen.add(id(child))
+            yield name, child
+
+
+def _layer_list(network: nn.Module) -> str:
+    """Return the name of the longest `nn.ModuleList` of modules of one class, as a transformer's; "" without one."""
+    found, longest = "", 1
+    for name, module in network.named_modules():
+        children = list(module.children()) if isinstance(module, nn.ModuleList) else []
+        if len({type(child) for child in children}) == 1 and len(children) > longest:
+            found, longest = name, len(children)
+    return found
 
 
 def _sequences(module: nn.Module) -> List[nn.Module]:

@@ -8,8 +8,8 @@ from raypod.errors import ConfigError
 from raypod.plan import ipu_options
 from raypod.plan.config import (
     EFFICIENTNETS,
-    IMAGE_CLASSIFICATION,
     IMAGE_FOLDERS,
+    IMAGE_TASKS,
     TORCHVISION_RESNETS,
     VISION_TRANSFORMERS,
     WITHOUT_FILES,
@@ -175,7 +175,7 @@ def _or(words: Sequence[str]) -> str:
 def check_data_folder(config: Config) -> None:
     """Raise ConfigError for a data folder that the data set does not read. A task of the user may read it."""
     data = config.data
-    if data.data_dir is not None and data.dataset in WITHOUT_FILES and config.task.name == IMAGE_CLASSIFICATION:
+    if data.data_dir is not None and data.dataset in WITHOUT_FILES and config.task.name in IMAGE_TASKS:
         raise ConfigError(
             f"--data-dir has no effect on --dataset {data.dataset}: omit it, or add --dataset imagefolder for a "
             "folder of class folders"

@@ -29,7 +29,8 @@ VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")
 EFFICIENTNETS = ("efficientnet_b0", "efficientnet_b4")
 MOBILE_NETWORKS = (*EFFICIENTNETS, "mobilenet_v3_small", "mobilenet_v3_large")
 TIMM, TORCHVISION = "timm:", "torchvision:"  # begin the name of a model of that package
-LIBRARIES = (TIMM, TORCHVISION)
+HF = "hf:"  # before the folder of a model of transformers
+LIBRARIES = (TIMM, TORCHVISION, HF)
 IMAGE_FOLDERS = ("imagefolder", "imagenet")  # data sets
 WITHOUT_FILES = ("digits", "synthetic")  # data sets that read no folder
 MAX_IMAGE_PIXELS = 89_478_485  # of an image file, as Pillow's own limit: 268 MB as RGB
@@ -39,6 +40,10 @@ CONTENTS = "-"  # in a data fingerprint, between the hash of names and labels an
 TEST_SAMPLE = "test:"  # before the number of a test sample in `data.leave_out`
 _EMA_SHARE = 0.1  # of the average that an addition changes at most, unless it is due after every call
 IMAGE_CLASSIFICATION, LANGUAGE_MODEL = "image-classification", "language-model"
+HF_CAUSAL_LM, HF_MASKED_LM, HF_SEQUENCES = "hf-causal-lm", "hf-masked-lm", "hf-sequence-classification"
+HF_TOKENS, HF_IMAGES = "hf-token-classification", "hf-image-classification"
+HF_TASKS = (HF_CAUSAL_LM, HF_MASKED_LM, HF_SEQUENCES, HF_TOKENS, HF_IMAGES)
+IMAGE_TASKS = (IMAGE_CLASSIFICATION, HF_IMAGES)
 LR_SCHEDULES = ("constant", "step", "exponential", "linear", "cosine", "polynomial")
 
 
@@ -53,7 +58,9 @@ class TaskSection(pydantic.BaseModel):
 
     name: str = Field(
         IMAGE_CLASSIFICATION,
-        description="what is trained: image-classification, language-model, or module:Class for your own task",
+        description="what is trained: image-classification, language-model, hf-causal-lm, hf-masked-lm, "
+        "hf-sequence-classification, hf-token-classification, hf-image-classification, or module:Class for your own "
+        "task",
     )
 
     @property
@@ -182,8 +189,8 @@ class TrainingSection(Section):
     model: str = Field(
         "resnet8",
         description="resnet8/14/20, resnet18/34/50/101/152, vit_tiny/small/b_16, efficientnet_b0/b4, "
-        "mobilenet_v3_small/large, tiny, torchvision:NAME, timm:NAME, or module:function, as in nets:make with def "
-        "make(channels, classes): return Net(channels, classes)",
+        "mobilenet_v3_small/large, tiny, torchvision:NAME, timm:NAME, hf:FOLDER (tasks hf-...), or "
+        "module:function, as in nets:make with def make(channels, classes): return Net(channels, classes)",
     )
     stem: Literal["auto", "cifar", "imagenet"] = Field(
         "auto", description="first layers of ResNets; auto: by the image size"
@@ -370,10 +377,12 @@ class TrainingSection(Section):
     def _is_known(cls, value: str) -> str:
         known = ("tiny", *SMALL_RESNETS, *TORCHVISION_RESNETS, *VISION_TRANSFORMERS, *MOBILE_NETWORKS)
         if value not in known and ":" not in value:
-            others = "torchvision:NAME, timm:NAME, or module:function for a custom model"
+            others = "torchvision:NAME, timm:NAME, hf:FOLDER, or module:function for a custom model"
             raise ValueError(f"known are {', '.join(known)}, {others}")
         library, _, name = value.partition(":")
-        if value.startswith(LIBRARIES) and (":" in name or not name):
+        if value == HF:
+            raise ValueError("write hf: and the folder of a model of transformers, as in hf:models/bert")
+        if value.startswith((TIMM, TORCHVISION)) and (":" in name or not name):
             raise ValueError(f"write {library}: and the name of a model of {library}, as in {library}:convnext_tiny")
         return value
 
@@ -424,7 +433,7 @@ class Config(pydantic.BaseModel):
     @property
     def names(self) -> Tuple[str, ...]:
         """What is trained: the data set and the model of images; otherwise the task, which determines both."""
-        if self.task.name == IMAGE_CLASSIFICATION:
+        if self.task.name in IMAGE_TASKS:
             return self.data.dataset, self.training.model
         return (self.task.name,)
 
@@ -436,7 +445,7 @@ class Config(pydantic.BaseModel):
     @property
     def decoder(self) -> Optional[str]:
         """The package that decodes images each time they are loaded; None for other data."""
-        decodes = self.task.name == IMAGE_CLASSIFICATION and self.data.dataset in IMAGE_FOLDERS
+        decodes = self.task.name in IMAGE_TASKS and self.data.dataset in IMAGE_FOLDERS
         return self.data.jpeg_decoder if decodes else None
 
     @property

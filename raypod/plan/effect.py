@@ -6,13 +6,15 @@ from typing import Any, Dict, Mapping, Optional, Tuple
 
 from raypod.plan.config import (
     EFFICIENTNETS,
+    HF_TASKS,
     IMAGE_CLASSIFICATION,
     IMAGE_FOLDERS,
+    IMAGE_TASKS,
     TORCHVISION_RESNETS,
     VISION_TRANSFORMERS,
 )
 
-# The keys that only the task image-classification has.
+# The keys that only the tasks of images have, besides the model of those of transformers.
 IMAGE_KEYS = (
     *("data.dataset", "data.data_dir", "data.download", "data.cache_dir", "data.samples", "data.image", "data.classes"),
     *("data.cache_size", "data.shuffle_window"),
@@ -89,10 +91,9 @@ def with_effect(settings: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def _has_effect(name: str, settings: Mapping[str, Any]) -> bool:
-    if name in (*IMAGE_KEYS, "data.jpeg_decoder") and settings.get("task.name", IMAGE_CLASSIFICATION) != (
-        IMAGE_CLASSIFICATION
-    ):
-        return False
+    task = settings.get("task.name", IMAGE_CLASSIFICATION)
+    if name in (*IMAGE_KEYS, "data.jpeg_decoder") and task not in IMAGE_TASKS:
+        return name == "training.model" and task in HF_TASKS
     deciding, values = _NEEDS.get(name, ("", ()))
     if deciding not in settings:
         return True

@@ -17,6 +17,11 @@ from raypod.plan.values import Names, Pairs, Shares, TensorKinds
 class IpuSection(Section):
     """Options of the device. None is the default of `ipu_options`, or the SDK's if that has none."""
 
+    ipu_config: Optional[str] = Field(
+        None,
+        description="file ipu_config.json of optimum-graphcore, whose settings count where neither the command line "
+        "nor --config has them: stages, replicas, accumulation, memory",
+    )
     stochastic_rounding: Optional[bool] = Field(
         None,
         description="Precision.enableStochasticRounding in training: results in half round up or down at random; else "

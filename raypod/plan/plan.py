@@ -380,4 +380,9 @@ def _check_against_data(geometry: Geometry, size: DatasetSize, config: Config) -
 
 def default_run_dir(config: Config, now: str) -> str:
     """Return `run.run_dir`, or `runs/<now>-<data set>-<model>`; for other tasks than images, `runs/<now>-<task>`."""
-    return config.run.run_dir or "-".join([f"runs/{now}", *(name.rpartition(":")[2] for name in config.names)])
+    return config.run.run_dir or "-".join([f"runs/{now}", *map(short_name, config.names)])
+
+
+def short_name(name: str) -> str:
+    """Return the end of a name, as "make" of "nets:make" and "bert" of "hf:models/bert"."""
+    return name.rpartition(":")[2].rstrip("/").rpartition("/")[2]

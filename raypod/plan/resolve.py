@@ -6,6 +6,7 @@ A flag is the key with dashes: `--batch-size` sets `training.batch_size`.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, Union
@@ -13,13 +14,14 @@ from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Ty
 import pydantic
 import yaml
 
-from raypod.cli import FlagParser, nearest, suggestion
+from raypod.cli import FlagParser, nearest, show, suggestion
 from raypod.errors import ConfigError
-from raypod.plan import shipped, stored_code
+from raypod.plan import ipu_config, shipped, stored_code
 from raypod.plan.config import (
     CHECKPOINTS,
     CONFIG_FILE,
     IMAGE_CLASSIFICATION,
+    IMAGE_TASKS,
     MANIFEST,
     WITHOUT_FILES,
     Config,
@@ -125,6 +127,8 @@ def combine(
     for name, value in given.items():
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value
+    for line in ipu_config.expand(values):
+        show(f"raypod: {line}", sys.stderr)
     if source is not config or "data.dataset" in given:  # a data set that replaces another one, replaces its folder
         drop_unread_folder(values, given)
     return values, source if isinstance(source, str) else "the command line" if source is None else "config"
@@ -134,7 +138,7 @@ def drop_unread_folder(values: Values, given: Mapping[str, Any]) -> None:
     """Remove the data folder of a run whose data set, its own or a `given` one, reads none; plans reject both."""
     data = values.get("data", {})
     reads_none = data.get("dataset", DataSection().dataset) in WITHOUT_FILES
-    if reads_none and task_of_values(values) == IMAGE_CLASSIFICATION and "data.data_dir" not in given:
+    if reads_none and task_of_values(values) in IMAGE_TASKS and "data.data_dir" not in given:
         data.pop("data_dir", None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -44,8 +44,7 @@ class ImageClassification(Task):
     def network(self, first_batch: Batch) -> nn.Module:
         """See `Task.network`."""
         channels, side = input_shape(self.config, first_batch[0])
-        classes = datasets.image_shape(self.config).classes if self._splits is None else self._splits.classes
-        return build_model(self.config, channels, side, classes)
+        return build_model(self.config, channels, side, len(self.class_names()))
 
     def device_input(self, first_batch: Batch) -> nn.Module:
         """See `Task.device_input`."""
@@ -62,6 +61,11 @@ class ImageClassification(Task):
         images = torch.zeros(1, shape.channels, shape.side, shape.side, dtype=dtype).expand(samples, -1, -1, -1)
         return images, torch.zeros(samples, dtype=torch.int64)
 
+    def logits(self, network: Any, images: Any) -> torch.Tensor:
+        """Return the output of the network for images: [n, classes]."""
+        found: torch.Tensor = network(images)
+        return found
+
     def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
         """Return the mean cross-entropy, with the label smoothing of the config, and the accuracy.
 
@@ -69,7 +73,7 @@ class ImageClassification(Task):
         """
         images, labels, *words = batch
         smoothing = self.config.training.label_smoothing
-        logits = network(Mixed((images, *words)) if words else images).float()
+        logits = self.logits(network, Mixed((images, *words)) if words else images).float()
         loss = self._mixed_loss(logits, labels, words[0]) if words else functional.cross_entropy(logits, labels)
         if smoothing:
             of_all_classes = -functional.log_softmax(logits, dim=1).mean()
@@ -92,7 +96,7 @@ class ImageClassification(Task):
     def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[Ratios, Predicted]:
         """Return cross-entropy and accuracy, and the most probable classes."""
         images, labels = batch
-        logits, targets = network(images).float(), labels.to(torch.int64)
+        logits, targets = self.logits(network, images).float(), labels.to(torch.int64)
         losses = functional.cross_entropy(logits, targets, reduction="none")
         ratios: Ratios = {"loss": (losses, 1), "accuracy": (logits.argmax(dim=1) == targets, 1)}
         values, classes = functional.softmax(logits, dim=1).topk(min(_TOP, logits.shape[1]), dim=1)
@@ -113,9 +117,13 @@ class ImageClassification(Task):
     def description(self) -> Dict[str, Any]:
         """See `Task.description`: the classes, and mean and standard deviation of images scaled to [0, 1]."""
         assert self._splits is not None, "call load first"
-        splits = self._splits
-        names = splits.names or tuple(map(str, range(splits.classes)))
-        return {"classes": list(names), "mean": list(splits.mean), "std": list(splits.std)}
+        return {"classes": self.class_names(), "mean": list(self._splits.mean), "std": list(self._splits.std)}
+
+    def class_names(self) -> List[str]:
+        """Return the names of the classes, which are their numbers in data sets without names."""
+        names = () if self._splits is None else self._splits.names
+        classes = datasets.image_shape(self.config).classes if self._splits is None else self._splits.classes
+        return list(names or map(str, range(classes)))
 
     def predict(self, network: Any, inputs: Sequence[str], top: int) -> Iterable[Dict[str, Any]]:
         """See `Task.predict`: `inputs` are image files, and folders that contain some."""
@@ -126,7 +134,9 @@ class ImageClassification(Task):
         for path in image_files(inputs):
             labels = torch.zeros(1, dtype=torch.int64)
             images, _ = source.to_device_format((reader.read(path)[None], labels))
-            values, classes = functional.softmax(network(images).float(), dim=1)[0].topk(min(top, len(names)))
+            values, classes = functional.softmax(self.logits(network, images).float(), dim=1)[0].topk(
+                min(top, len(names))
+            )
             pairs = zip(classes.tolist(), values.tolist())
             found = [{"class": number, "name": names[number], "probability": value} for number, value in pairs]
             yield {"image": str(path), "predictions": found}

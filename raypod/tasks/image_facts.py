@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from raypod import datasets
+from raypod.datasets.hf_folder import HfFolder
 from raypod.errors import ConfigError
 from raypod.host import sdk, torchvision_import
 from raypod.plan import user_code
-from raypod.plan.config import TIMM, TORCHVISION, VISION_TRANSFORMERS, Config
+from raypod.plan.config import HF, HF_IMAGES, TIMM, TORCHVISION, VISION_TRANSFORMERS, Config
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import TaskFacts
 
@@ -39,6 +40,11 @@ def facts(config: Config, is_dry: bool) -> TaskFacts:
 def _check_model(config: Config) -> None:
     """Raise ConfigError if the user's model cannot be imported; instances import it after they have started."""
     name, norm = config.training.model, config.training.norm
+    if config.task.name == HF_IMAGES:
+        HfFolder(config)
+        return
+    if name.startswith(HF):
+        raise ConfigError(f"--model {name} needs a task of transformers: add --task {HF_IMAGES}, or another hf-... one")
     if norm != "batch" and name in ("tiny", *VISION_TRANSFORMERS):
         raise ConfigError(f"--norm {norm} replaces BatchNorm, and {name} has none: omit it")
     if name.startswith(TIMM):

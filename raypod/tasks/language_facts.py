@@ -25,24 +25,29 @@ DEFAULTS = {
 _GPT2_TOKENS = 50_257
 _PADDED_TO = 32
 _BEST = Metric("bits_per_byte", scale=1 / math.log(2), label="bits/byte")
-_METRICS = (LOSS, Metric("perplexity", transform=math.exp, label="ppl", formats=(".2f", ".3f")), _BEST)
+METRICS = (LOSS, Metric("perplexity", transform=math.exp, label="ppl", formats=(".2f", ".3f")), _BEST)
 
 
-class LanguageOptions(TaskOptions):
-    """The options of the task language-model."""
+class TextOptions(TaskOptions):
+    """The options of every language model: which text it learns."""
 
-    size: Literal["tiny", "small", "gpt2"] = Field(
-        "tiny", description="layers x width of the decoder: tiny 2 x 128, small 6 x 384, gpt2 12 x 768"
-    )
     sequence_length: int = Field(128, ge=2, le=65_536, description="tokens that a window predicts, 2 to 65,536")
     text: Names = Field(
         None,
-        description="text files and folders (.txt .md .rst .py), separated by commas, of which the decoder learns "
+        description="text files and folders (.txt .md .rst .py), separated by commas, of which the model learns "
         f"(default: {corpus.MAX_DEFAULT_MB:g} MB source text of Python's standard library)",
     )
     held_out: float = Field(0.05, ge=0, le=0.5, description="fraction of the text in the test split, 0 to 0.5")
     max_mb: Optional[float] = Field(
         None, gt=0, le=1e6, description="megabytes of text that are used at most (default: all files of --text)"
+    )
+
+
+class LanguageOptions(TextOptions):
+    """The options of the task language-model."""
+
+    size: Literal["tiny", "small", "gpt2"] = Field(
+        "tiny", description="layers x width of the decoder: tiny 2 x 128, small 6 x 384, gpt2 12 x 768"
     )
     tokenizer: Optional[str] = Field(
         None, description="file tokenizer.json of the package tokenizers (default: a token is a byte)"
@@ -72,12 +77,12 @@ def facts(config: Config, is_dry: bool) -> TaskFacts:
     options = LanguageOptions.model_validate(config.task.options)
     length, generated = options.sequence_length, generated_windows(options)
     tokenizer = tokenizer_of(options)
-    counts = _text_windows(options, tokenizer) if generated is None else generated
+    counts = text_windows(options, tokenizer) if generated is None else generated
     data = ", ".join(options.text or ["the standard library of Python"]) if generated is None else "random tokens"
     has_tokens = tokenizer is not None or generated is not None
     return TaskFacts(
         DatasetSize(*counts),
-        _METRICS,
+        METRICS,
         best=_BEST.name,
         samples_are="windows",
         parts=("tokens", length),
@@ -86,7 +91,7 @@ def facts(config: Config, is_dry: bool) -> TaskFacts:
     )
 
 
-def _text_windows(options: LanguageOptions, tokenizer: Optional[corpus.Tokenizer]) -> Tuple[int, int]:
+def text_windows(options: TextOptions, tokenizer: Optional[corpus.Tokenizer]) -> Tuple[int, int]:
     """Return the windows of both splits of a text. ConfigError if it is shorter than one."""
     length, counts = options.sequence_length, []
     for name, pieces in zip(("training", "held-out"), pieces_of(options)):
@@ -132,7 +137,7 @@ def padded(vocabulary: int, parts: int) -> int:
     return -(-vocabulary // unit) * unit
 
 
-def pieces_of(options: LanguageOptions) -> corpus.Pieces:
+def pieces_of(options: TextOptions) -> corpus.Pieces:
     """Return the text of both splits. ConfigError if there is none."""
     return corpus.find_pieces(options.text, options.held_out, options.max_mb)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Tuple
+from typing import Any, ClassVar, Dict, List, Tuple, Type
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from raypod.datasets.source import Batch, Source
 from raypod.datasets.text import TextSource, Windows
 from raypod.errors import ConfigError
 from raypod.model.decoder import SIZES, Decoder
-from raypod.plan.config import Config
+from raypod.plan.config import Config, TaskOptions
 from raypod.tasks.language_facts import (
     LanguageOptions,
     generated_windows,
@@ -31,7 +31,7 @@ class LanguageModel(Task):
     A batch is (tokens int32 [n, sequence_length + 1], bytes of the predicted tokens int32 [n]).
     """
 
-    Options = LanguageOptions
+    Options: ClassVar[Type[TaskOptions]] = LanguageOptions
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -70,6 +70,11 @@ class LanguageModel(Task):
         others = [each for each in network.parameters() if not any(each is weight for weight in decayed)]
         return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
+    def logits(self, network: Any, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the output of the network for tokens [n, length]: [n, length, vocabulary]."""
+        found: torch.Tensor = network(tokens)
+        return found
+
     def training_outputs(
         self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
     ) -> Tuple[torch.Tensor, Ratios]:
@@ -78,13 +83,13 @@ class LanguageModel(Task):
         from raypod.model.serialization import mean_loss  # imports the SDK, which only a training has
 
         targets = tokens[:, 1:].to(torch.int64)
-        loss = mean_loss(network(tokens[:, :-1]), targets, self.options.loss_tokens)
+        loss = mean_loss(self.logits(network, tokens[:, :-1]), targets, getattr(self.options, "loss_tokens", None))
         return loss, {"perplexity": (loss, 1), "bits_per_byte": (loss * targets.numel(), num_bytes.sum())}
 
     def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
         """Return cross-entropy, perplexity and bits per byte."""
         tokens, num_bytes = batch
-        logits, targets = _predictions(network, tokens)
+        logits, targets = self.logits(network, tokens[:, :-1]).float(), tokens[:, 1:].to(torch.int64)
         losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").sum(dim=1)
         per_token = (losses, targets.shape[1])
         return {"loss": per_token, "perplexity": per_token, "bits_per_byte": (losses, num_bytes)}
@@ -97,15 +102,10 @@ class LanguageModel(Task):
         generator, given = torch.Generator().manual_seed(seed), len(tokens)
         for _ in range(length):
             window = torch.tensor([tokens[-self.options.sequence_length :]], dtype=torch.int32)
-            logits = network(window)[0, -1, : self._vocabulary].double()
+            logits = self.logits(network, window)[0, -1, : self._vocabulary].double()
             if temperature:
                 chosen = torch.multinomial(functional.softmax(logits / temperature, dim=0), 1, generator=generator)
             else:
                 chosen = logits.argmax()
             tokens.append(int(chosen))
         return corpus.text_of(tokens[given:], self._tokenizer)
-
-
-def _predictions(network: Any, tokens: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits [n, length, vocabulary] in float32, and the tokens that they predict, int64 [n, length]."""
-    return network(tokens[:, :-1]).float(), tokens[:, 1:].to(torch.int64)

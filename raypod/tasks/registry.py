@@ -17,10 +17,20 @@ from raypod.cli import suggestion
 from raypod.errors import ConfigError
 from raypod.host import sdk, torchvision_import
 from raypod.plan import flags, resolve, stored_code, user_code
-from raypod.plan.config import IMAGE_CLASSIFICATION, LANGUAGE_MODEL, Config, TaskOptions
+from raypod.plan.config import (
+    HF_CAUSAL_LM,
+    HF_IMAGES,
+    HF_MASKED_LM,
+    HF_SEQUENCES,
+    HF_TOKENS,
+    IMAGE_CLASSIFICATION,
+    LANGUAGE_MODEL,
+    Config,
+    TaskOptions,
+)
 from raypod.plan.effect import IMAGE_KEYS
 from raypod.plan.plan import Plan, TaskFacts
-from raypod.tasks import image_facts, language_facts
+from raypod.tasks import hf_facts, image_facts, language_facts
 from raypod.tasks.task import Task
 
 
@@ -35,6 +45,11 @@ class _Entry(NamedTuple):
     keys: Tuple[str, ...] = ()  # of the other sections; other tasks do not have them
 
 
+def _hf(facts: Callable[[Config, bool], TaskFacts], name: str, options: Type[TaskOptions]) -> _Entry:
+    """Return a task for text of transformers."""
+    return _Entry(facts, "raypod.tasks.hf_text", name, options, hf_facts.DEFAULTS, ("training.model",))
+
+
 _BY_NAME: Dict[str, _Entry] = {
     IMAGE_CLASSIFICATION: _Entry(
         image_facts.facts, "raypod.tasks.image_classification", "ImageClassification", keys=IMAGE_KEYS
@@ -45,6 +60,18 @@ _BY_NAME: Dict[str, _Entry] = {
         "LanguageModel",
         language_facts.LanguageOptions,
         language_facts.DEFAULTS,
+    ),
+    HF_CAUSAL_LM: _hf(hf_facts.window_facts, "HfCausalLm", hf_facts.WindowOptions),
+    HF_MASKED_LM: _hf(hf_facts.window_facts, "HfMaskedLm", hf_facts.MaskedOptions),
+    HF_SEQUENCES: _hf(hf_facts.labelled_facts, "HfSequenceClassification", hf_facts.LabelledOptions),
+    HF_TOKENS: _hf(hf_facts.labelled_facts, "HfTokenClassification", hf_facts.LabelledOptions),
+    HF_IMAGES: _Entry(
+        image_facts.facts,
+        "raypod.tasks.hf_images",
+        "HfImageClassification",
+        hf_facts.ImageOptions,
+        hf_facts.DEFAULTS,
+        IMAGE_KEYS,
     ),
 }
 _registered: Dict[str, Type[Task]] = {}
@@ -130,9 +157,11 @@ def task_of_plan(plan: Plan) -> Task:
 
 def _check_keys(config: Config) -> None:
     """Raise ConfigError for a key of another built-in task that has not its default."""
-    default = Config()
-    for name, entry in _BY_NAME.items():
-        for key in entry.keys if name != config.task.name else ():
+    default, own = Config(), _BY_NAME.get(config.task.name)
+    for entry in _BY_NAME.values():
+        for key in entry.keys:
+            if own is not None and key in own.keys:
+                continue
             section, _, field = key.partition(".")
             if getattr(getattr(config, section), field) != getattr(getattr(default, section), field):
                 raise ConfigError(f"--{field.replace('_', '-')} has no effect on the task {config.task.name}: omit it")

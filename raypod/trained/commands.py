@@ -48,8 +48,10 @@ def evaluate(argv: Sequence[str]) -> int:
 def export(argv: Sequence[str]) -> int:
     """Export the model of a checkpoint."""
     parser = _parser("export", "Write the model of a checkpoint to a file, and compare its outputs with the network's.")
-    kinds = "{safetensors,torchscript,onnx}"
-    parser.add_argument("--format", required=True, metavar=kinds, help="the format of the file")
+    kinds = "{safetensors,torchscript,onnx,hf}"
+    parser.add_argument(
+        "--format", required=True, metavar=kinds, help="the format of the file; hf: a folder of transformers"
+    )
     parser.add_argument("--output", metavar="FILE", help="the file [MODEL-update-N with the suffix, in the run folder]")
     _add_checkpoint(parser)
     pixels = "torchscript, onnx: the model gets uint8 images, and normalizes and enlarges them itself"

@@ -11,7 +11,8 @@ import torch
 
 from raypod.checkpoint import tensors
 from raypod.errors import ConfigError, RunError
-from raypod.plan.config import Config
+from raypod.plan.config import HF_TASKS, Config
+from raypod.plan.plan import short_name
 from raypod.trained import checkpoints, formats, settings
 from raypod.trained.checkpoints import PathLike, Weights
 from raypod.trained.files import completed
@@ -24,6 +25,7 @@ _FORMATS: Dict[str, Tuple[str, Callable[[Path, Exported, Dict[str, str]], Loaded
     "safetensors": (".safetensors", formats.safetensors),
     "torchscript": (".pt", formats.torchscript),
     "onnx": (".onnx", formats.onnx),
+    "hf": ("", formats.hf),
 }
 FORMATS = tuple(_FORMATS)
 
@@ -42,8 +44,10 @@ def export(
 
     Args:
         run: a run folder, or a checkpoint in it.
-        format: "safetensors" (the weights), "torchscript" or "onnx" (the network in float32, for any batch size).
-        output: the file; it is replaced. Default: `<model>-update-<n>` with the format's suffix, in the run folder.
+        format: "safetensors" (the weights), "torchscript" or "onnx" (the network in float32, for any batch size), or
+            "hf" (the folder of a model of transformers, which `from_pretrained` reads).
+        output: the file, which is replaced, or the folder, which must not exist. Default:
+            `<model>-update-<n>` with the format's suffix, in the run folder.
         checkpoint, ema: as of `evaluate`.
         pixels: torchscript and onnx: the model gets images as uint8, and normalizes and enlarges them itself.
         tolerance: the largest difference of an output, relative to the largest output.
@@ -72,6 +76,8 @@ def export_run(
     """Return the result of `export`; `changes` are by section.key."""
     formats.check(kind, pixels, tolerance)
     suffix, write = _FORMATS[kind]
+    if kind == "hf" and run.config.task.name not in HF_TASKS:
+        raise ConfigError(f"--format hf: the task {run.config.task.name} trains no model of transformers")
     config = settings.host_config(run, changes)
     if pixels:
         config = config.model_copy(update={"data": config.data.model_copy(update={"eight_bit_io": True})})
@@ -90,7 +96,7 @@ def export_run(
     return {
         "output": str(path),
         "format": kind,
-        "bytes": path.stat().st_size,
+        "bytes": sum(each.stat().st_size for each in [path, *path.glob("*")] if each.is_file()),
         "max_difference": difference,
         "checked_samples": samples,
         "inputs": exported.described_inputs(),
@@ -100,7 +106,7 @@ def export_run(
 
 def _stem(config: Config, weights: Weights) -> str:
     update = weights.path.stem if weights.update is None else f"update-{weights.update}"
-    return f"{config.model_name.rpartition(':')[2]}-{update}"
+    return f"{short_name(config.model_name)}-{update}"
 
 
 def _exported(network: HostNetwork, weights: Weights, pixels: bool) -> Exported:
@@ -112,7 +118,7 @@ def _exported(network: HostNetwork, weights: Weights, pixels: bool) -> Exported:
         kinds = ", ".join(type(each).__name__ for each in values) or "nothing"
         raise ConfigError(f"only a network whose inputs are tensors can be exported; it gets {kinds}")
     module = formats.Positional(network.network, network.prepare if pixels else None, len(inputs), tuple(named))
-    exported = Exported(module.eval(), values, dict(weights.tensors))
+    exported = Exported(module.eval(), values, dict(weights.tensors), getattr(network.task, "folder", None))
     with torch.no_grad():
         exported.outputs = formats.flat(module(*values))
     exported.scale = max((float(each.abs().max()) for each in exported.outputs if each.numel()), default=0.0)

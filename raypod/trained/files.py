@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 from typing import Iterator, Mapping
 
@@ -18,18 +19,24 @@ from raypod.host.files import new_file, sync_file, sync_folder
 def completed(path: Path) -> Iterator[Path]:
     """Yield a temporary path, which gets the name `path` at the end of the context; an exception removes it.
 
+    It can become a file, or a folder of files.
+
     Raises:
         ConfigError: the file cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
-        sync_file(partial)
+        for each in sorted(partial.iterdir()) if partial.is_dir() else [partial]:
+            sync_file(each)
+        if partial.is_dir():
+            sync_folder(partial)
         partial.replace(path)
         sync_folder(path.parent)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
     finally:
+        shutil.rmtree(str(partial), ignore_errors=True)  # which leaves a file
         with contextlib.suppress(OSError):
             partial.unlink()
 

@@ -16,20 +16,30 @@ import torch
 from torch import nn
 
 from raypod.checkpoint import tensors
+from raypod.datasets.hf_folder import HfFolder
 from raypod.errors import ConfigError, RunError, summarize_exception
 from raypod.trained.files import write_safetensors
 
 Loaded = Callable[..., List[torch.Tensor]]  # of the inputs
 _OPSET = 17  # the newest that torch 2.0 writes
 _TRACED_SAMPLES = 2  # torch treats a size of 1 as a constant
-METADATA_FILE = "raypod.json"  # in a TorchScript file
+METADATA_FILE = "raypod.json"  # in a TorchScript file, or a folder
 
 
 class Exported:
-    """A module to export, its inputs, the weights of the checkpoint, and the module's outputs."""
+    """A module to export, its inputs, the weights of the checkpoint, and the module's outputs.
 
-    def __init__(self, module: nn.Module, inputs: List[torch.Tensor], weights: Dict[str, torch.Tensor]) -> None:
-        self.module, self.inputs, self.weights = module, inputs, weights
+    `folder` is that of a model of transformers.
+    """
+
+    def __init__(
+        self,
+        module: Positional,
+        inputs: List[torch.Tensor],
+        weights: Dict[str, torch.Tensor],
+        folder: Optional[HfFolder] = None,
+    ) -> None:
+        self.module, self.inputs, self.weights, self.folder = module, inputs, weights, folder
         self.outputs: List[torch.Tensor] = []
         self.scale = 0.0  # largest magnitude of an output
 
@@ -57,15 +67,20 @@ class Positional(nn.Module):
     def forward(self, *inputs: torch.Tensor) -> Any:
         """Return the output of the network."""
         first = inputs if self.prepare is None else (self.prepare(inputs[0]), *inputs[1:])
-        return self.network(*first[: self._positional], **dict(zip(self._names, first[self._positional :])))
+        outputs = self.network(*first[: self._positional], **dict(zip(self._names, first[self._positional :])))
+        return getattr(outputs, "logits", outputs)  # of transformers
+
+    def of(self, network: nn.Module) -> Positional:
+        """Return the call of another network, without `prepare`."""
+        return Positional(network, None, self._positional, self._names)
 
 
 def check(name: str, pixels: bool, tolerance: float) -> None:
     """Raise ConfigError for a format, or settings of it, that cannot be exported here."""
-    if name not in ("safetensors", "torchscript", "onnx"):
-        raise ConfigError(f"--format {name}: known are safetensors, torchscript, onnx")
-    if pixels and name == "safetensors":
-        raise ConfigError("--pixels has no effect on safetensors, which holds weights only: omit it")
+    if name not in ("safetensors", "torchscript", "onnx", "hf"):
+        raise ConfigError(f"--format {name}: known are safetensors, torchscript, onnx, hf")
+    if pixels and name in ("safetensors", "hf"):
+        raise ConfigError(f"--pixels has no effect on {name}, which holds weights only: omit it")
     if not tolerance > 0:
         raise ConfigError(f"--tolerance {tolerance:g} must be positive")
     missing = [each for each in ("onnx", "onnxruntime") if name == "onnx" and importlib.util.find_spec(each) is None]
@@ -143,6 +158,23 @@ def onnx(path: Path, exported: Exported, metadata: Dict[str, str]) -> Loaded:
             session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
             named = {each.name: value.numpy() for each, value in zip(session.get_inputs(), inputs)}
             return [torch.from_numpy(each) for each in session.run(None, named)]
+
+    return loaded
+
+
+def hf(path: Path, exported: Exported, metadata: Dict[str, str]) -> Loaded:
+    """Write the folder of a model of transformers with its weights, its tokenizer or preprocessor, and the metadata."""
+    from raypod.model import hf_models  # transformers is an optional package
+
+    assert exported.folder is not None
+    network = exported.module.network
+    with _exporting("hf"):
+        hf_models.save(network, exported.folder, path)
+        (path / METADATA_FILE).write_text(json.dumps(metadata, indent=2))
+
+    def loaded(*inputs: torch.Tensor) -> List[torch.Tensor]:
+        with _exporting("hf"), torch.no_grad():
+            return flat(exported.module.of(hf_models.load(type(network), path))(*inputs))
 
     return loaded
 

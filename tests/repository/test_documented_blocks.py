@@ -15,6 +15,7 @@ from tests.support.documented import DOCS, PAGES, blocks, execute, executed
 ELSEWHERE = {
     "how-to/from-poprun.md": "tasks/test_documented_tasks.py",
     "how-to/from-python.md": "api/packages/test_documentation.py",
+    "how-to/hugging-face.md": "tasks/packages/test_hf_tasks.py",
     "how-to/tune.md": "api/packages/test_documentation.py",
     "how-to/ray-jobs.md": "api/packages/test_ray_job.py",
     "how-to/trained-models.md": "trained/slow/test_trained_commands.py",
