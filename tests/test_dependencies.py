@@ -117,9 +117,20 @@ def test_an_import_at_the_top_of_a_module_is_no_extra() -> None:
 def test_the_extras() -> None:
     found = list(requirements())
     assert len(found) - 1 <= 14
-    assert {"pod", "s3", "gs", "sftp", "tensorboard", "mlflow", "wandb", "jpeg", "hf", "tune", "onnx"} == {
-        *filter(None, of_users())
-    }
+    assert {
+        "pod",
+        "s3",
+        "gs",
+        "sftp",
+        "tensorboard",
+        "mlflow",
+        "wandb",
+        "jpeg",
+        "tokenizers",
+        "hf",
+        "tune",
+        "onnx",
+    } == {*filter(None, of_users())}
     for extra in re.findall(r"raypod\[([\w,-]+)\]", _all_texts()):
         assert set(extra.split(",")) <= {*found, "NAME"}, extra
 

@@ -174,7 +174,7 @@ class Tokenizer:
             import tokenizers  # an optional package
         except ImportError:
             raise ConfigError(
-                f"{flag} needs the package tokenizers, which is not installed: pip install 'raypod[hf]'"
+                f"{flag} needs the package tokenizers, which is not installed: pip install 'raypod[tokenizers]'"
             ) from None
         file = Path(path).expanduser()
         if not file.is_file():

@@ -136,5 +136,5 @@ def test_the_character_offsets_of_a_text_become_bytes() -> None:
 
 def test_a_tokenizer_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match="pip install 'raypod\\[hf\\]'"):
+    with pytest.raises(ConfigError, match="pip install 'raypod\\[tokenizers\\]'"):
         corpus.Tokenizer("tokenizer.json")

@@ -12,7 +12,7 @@ from raypod.datasets.corpus import Piece, Tokenizer
 from raypod.datasets.text import Windows
 from raypod.errors import ConfigError, DataMissing
 
-tokenizers = pytest.importorskip("tokenizers", reason="the extra hf is not installed")
+tokenizers = pytest.importorskip("tokenizers", reason="the extra tokenizers is not installed")
 TEXT = "Größe und Maß: 😀 are 2 words, and more words. " * 20
 
 
