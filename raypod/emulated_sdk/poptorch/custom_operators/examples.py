@@ -7,8 +7,8 @@ from typing import Any, List, Tuple
 import torch
 import torch.nn.functional as F
 
+from poptorch import moving_averages
 from poptorch.custom_operators.registry import built_in_emulation
-from poptorch.device import moving_averages
 from poptorch.errors import Error
 
 _NO_INDEX, _NO_CLASS = -1, torch.iinfo(torch.int32).max  # of an output without a detection

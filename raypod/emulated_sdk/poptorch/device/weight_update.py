@@ -17,7 +17,7 @@ import torch
 from _pod import spans
 from _pod.gradient_sum import GradientSum, Placement
 
-from poptorch.device import moving_averages
+from poptorch import moving_averages
 from poptorch.device.gradient_accumulation import Accumulating
 from poptorch.device.memory import DeviceMemory
 from poptorch.device.numerics import HalfAccumulator, HalfWeights, LossScaleUpdates
