@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+import weakref
 from collections import deque
 
 import poptorch
@@ -243,3 +244,10 @@ def test_objects_that_raise_for_unknown_attributes_are_left_alone():
 
     model = Apply(lambda model, x: x, proxy=Proxy())
     assert poptorch.inferenceModel(model, options())(torch.ones(1)).item() == 1
+
+
+def test_a_weak_proxy_of_an_object_that_is_gone_is_no_error():
+    holder = types.SimpleNamespace(kept=[], gone=weakref.proxy(Counter()))
+    training = wrapped(Apply(lambda model, x: (holder.kept.append(1), model.line(x))[1], line=Line()), options(2))
+    training(torch.ones(2))
+    assert holder.kept == [1]

@@ -145,13 +145,14 @@ def _is_of_torch(name: str, value: Any) -> bool:
 
 
 def _parts_of_callable(value: Any) -> List[Tuple[str, Any]]:
-    if isinstance(value, types.MethodType):
+    kind = type(value)  # as in `_visit`: a weak proxy of an object that is gone has no class
+    if issubclass(kind, types.MethodType):
         return [("function", value.__func__), ("self", value.__self__)]
-    if isinstance(value, functools.partial):
+    if issubclass(kind, functools.partial):
         return [("function", value.func), ("args", value.args), ("keywords", value.keywords)]
-    if isinstance(value, (staticmethod, classmethod)):
+    if issubclass(kind, (staticmethod, classmethod)):
         return [("function", value.__func__)]
-    return [("get", value.fget)] if isinstance(value, property) else []
+    return [("get", value.fget)] if issubclass(kind, property) else []
 
 
 def _parts_of_class(kind: type) -> List[Tuple[str, Any]]:
@@ -161,14 +162,14 @@ def _parts_of_class(kind: type) -> List[Tuple[str, Any]]:
 
 def _belongs(value: Any, package: str) -> bool:
     """Return whether a value of a module's variable is to be visited: containers, and what its package defines."""
-    if isinstance(value, (list, dict, set, deque)):
+    if issubclass(type(value), (list, dict, set, deque)):
         return True
-    kind = value if isinstance(value, (type, types.FunctionType)) else type(value)
+    kind = value if issubclass(type(value), (type, types.FunctionType)) else type(value)
     return str(getattr(kind, "__module__", "")).split(".")[0] == package
 
 
 def _is_data(value: Any) -> bool:
-    return not isinstance(value, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType))
+    return not issubclass(type(value), (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType))
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:

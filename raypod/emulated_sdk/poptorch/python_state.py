@@ -114,7 +114,7 @@ class _Hosts:
             original = originals.get(key, value)
             if original is not value:
                 self.add(value, original)
-                if copy.has_changed_tensor(index) and isinstance(original, torch.Tensor):
+                if copy.has_changed_tensor(index) and _is_tensor(original):
                     changed.append((original, value))
         return changed
 
@@ -130,7 +130,7 @@ class _Hosts:
         if id(value) in self._hosts:
             return self._hosts[id(value)]
         self.add(value, value)
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        if _is_tensor(value) and value.grad_fn is not None:
             self.add(value, value.detach())
         elif type(value) is list:
             value[:] = map(self.of, value)
@@ -255,4 +255,9 @@ class _Saved:
 
 
 def _has_version(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_inference()
+    return _is_tensor(value) and not value.is_inference()
+
+
+def _is_tensor(value: Any) -> bool:
+    # By its type: `isinstance` asks the object, and a weak proxy of an object that is gone raises ReferenceError.
+    return issubclass(type(value), torch.Tensor)
