@@ -43,7 +43,8 @@ class ImageSource(Source):
 
     def interrupt(self) -> None:
         """See `Source.interrupt`."""
-        for files in self._streams:
+        files = getattr(self.train, "files", None)
+        if isinstance(files, StreamedFiles):
             files.interrupt()
 
     def close(self) -> None:

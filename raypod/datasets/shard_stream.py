@@ -80,7 +80,6 @@ class Downloads:
         self._wanted: Dict[str, Shard] = {}
         self._failed: Dict[str, Dict[str, Any]] = {}  # answers, by checksum
         self._progress: Optional[Tuple[Tuple[int, int], float]] = None  # of what is waited for, and since when
-        self._interrupted = threading.Event()
 
     def want(self, shard: Shard) -> None:
         """Keep a shard, and download it after those wanted before, unless it is on this host."""
@@ -98,10 +97,11 @@ class Downloads:
         if self._process is not None:
             self._process.send({"release": shard.xxh3_128})
 
-    def wait(self, needed: Iterable[Shard]) -> None:
+    def wait(self, needed: Iterable[Shard], interrupted: threading.Event) -> None:
         """Wait until shards that are wanted are on this host.
 
         Raises:
+            InterruptedError: another thread has set `interrupted`.
             StillLoading: they arrive, but not within 10 s.
             ReadFailed: the storage cannot be reached, or nothing has arrived for 45 s.
             ConfigError: a shard is missing or damaged on the storage, or may not be read.
@@ -125,12 +125,8 @@ class Downloads:
                 raise ReadFailed(f"no byte of {self.url}/{missing[0].file} has arrived for {_STALL_S:g} s")
             if now_s > until_s:
                 raise StillLoading(f"shards of {self.url}, which arrive more slowly than they are needed")
-            if self._interrupted.wait(_POLL_S):
+            if interrupted.wait(_POLL_S):
                 raise InterruptedError
-
-    def interrupt(self) -> None:
-        """End `wait`, now and later, from another thread."""
-        self._interrupted.set()
 
     def close(self) -> None:
         """End the process. What is wanted later starts another one."""
@@ -181,12 +177,13 @@ class StreamedFiles(PackedFiles):
         self._paths = [str(downloads.cache.path(shard)) for shard in shards]
         self._url, self._budget_bytes, self._shards = downloads.url, budget_bytes, shards
         self._downloads: Optional[Downloads] = downloads
+        self._interrupted: Optional[threading.Event] = threading.Event()
         self._process = os.getpid()
         self._calls: Optional[_Calls] = None
 
     def __getstate__(self) -> Dict[str, Any]:
         """Return the state without what another process cannot use."""
-        return {**super().__getstate__(), "_downloads": None, "_calls": None}
+        return {**super().__getstate__(), "_downloads": None, "_calls": None, "_interrupted": None}
 
     def prepared(self, calls: Iterator[EpochSamples], behind: int) -> Iterator[EpochSamples]:
         """Yield the same calls, each when its shards are on this host; those of later calls are downloaded meanwhile.
@@ -198,15 +195,16 @@ class StreamedFiles(PackedFiles):
             ReadFailed, ConfigError: as `Downloads.wait`.
         """
         assert self._downloads is not None
+        assert self._interrupted is not None
         if self._calls is not None:
             self._calls.release_all()
         self._calls = _Calls(self._downloads, self._shards, self._arrays["shards"], self._budget_bytes)
-        return self._calls.prepared(calls, behind)
+        return self._calls.prepared(calls, behind, self._interrupted)
 
     def interrupt(self) -> None:
-        """End the waits of `prepared`, from another thread."""
-        if self._downloads is not None:
-            self._downloads.interrupt()
+        """End the waits of `prepared`, now and later, from another thread."""
+        if self._interrupted is not None:
+            self._interrupted.set()
 
     def close(self) -> None:
         """End the downloads."""
@@ -267,7 +265,9 @@ class _Calls:
         self._uses: Dict[int, int] = collections.Counter()  # calls that need each wanted shard
         self._bytes = 0  # of the wanted shards
 
-    def prepared(self, calls: Iterator[EpochSamples], behind: int) -> Iterator[EpochSamples]:
+    def prepared(
+        self, calls: Iterator[EpochSamples], behind: int, interrupted: threading.Event
+    ) -> Iterator[EpochSamples]:
         """See `StreamedFiles.prepared`."""
         ahead: Deque[Tuple[EpochSamples, Set[int]]] = collections.deque()
         yielded: Deque[Set[int]] = collections.deque()
@@ -281,7 +281,7 @@ class _Calls:
                     ahead.append(upcoming)
                     upcoming = self._next(calls)
                 call, needed = ahead.popleft()
-                self._downloads.wait([self._shards[number] for number in needed])
+                self._downloads.wait([self._shards[number] for number in needed], interrupted)
                 yielded.append(needed)
                 yield call
                 if len(yielded) > behind:

@@ -56,7 +56,7 @@ class Source(abc.ABC):
         return calls
 
     def interrupt(self) -> None:  # noqa: B027 - nothing waits
-        """End the waits of `prepared`, from another thread. It is called at the end of a run."""
+        """End the waits of `prepared` for training samples, from another thread. An evaluation may follow."""
 
     def close(self) -> None:  # noqa: B027 - nothing was started
         """End what `prepared` has started."""

@@ -252,6 +252,22 @@ def test_a_slow_storage_is_waited_for_and_a_silent_one_is_an_outage(
         fed(plan)
 
 
+def test_an_interrupted_feed_waits_for_no_shard_and_can_evaluate(make: Any, storage: Storage) -> None:
+    plan = make(data=data_at(storage.url), training={"batch_size": 1}, pod={"replicas": 1, "num_instances": 1})
+    feed, arrives = feed_of(plan), threading.Event()
+
+    def block(name: str) -> None:
+        if name.startswith("train/"):
+            feed.interrupt()
+            arrives.wait(60)
+
+    storage.fault = block
+    assert list(feed.calls(plan.legs()[0])) == []
+    arrives.set()
+    assert sum(valid for _, valid in feed.evaluation_calls()) == 2
+    feed.close()
+
+
 def test_a_damaged_shard_is_downloaded_again_and_then_named(
     make: Any, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,245 @@
+"""Measure data at a URL: `python scripts/bench_streaming.py shuffle` and `... speed --peer PYTHON`.
+
+`shuffle` compares the windows of `--shuffle-window` with a full shuffle on the digits in 50 shards, which are sorted by
+class, or mixed as `raypod pack` mixes them: the rank correlation between the places in an epoch of samples that are
+neighbours in the shards (0: a full shuffle; 1: the order of the shards), and the test accuracy of a small network after
+`--epochs` epochs, mean and standard deviation over `--seeds` seeds. The same network learns from all.
+
+`speed` reads the same samples (random bytes, not decoded) from a local S3 server (moto, behind a proxy that counts
+bytes), in one process: raypod, and MosaicML Streaming under the interpreter PYTHON, which has mosaicml-streaming. Both
+shuffle, and have an empty cache at first: samples/s of the first epoch, seconds until the first sample of a process
+that resumes in the middle of an epoch with an empty cache, and bytes read. Rounds alternate; medians with the extremes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+import numpy as np  # noqa: E402 - needs the path above
+
+from raypod import datasets  # noqa: E402
+from raypod.datasets import packing  # noqa: E402
+from raypod.datasets.order import epoch_order, packed_order  # noqa: E402
+from raypod.plan.resolve import from_values  # noqa: E402
+
+SHARDS, SEED, BATCH = 50, 42, 32
+PEER = str(ROOT / "scripts" / "bench_streaming_peer.py")
+RUN_S = 500.0
+
+
+def counts_of(samples: int) -> Tuple[int, ...]:
+    """Return the numbers of samples of the shards, as equal as they can be."""
+    return tuple(len(part) for part in np.array_split(np.arange(samples), SHARDS))
+
+
+def neighbours(order: np.ndarray) -> float:
+    """Return the correlation of the places in an epoch of samples that are neighbours in the shards."""
+    places = np.empty(len(order))
+    places[order] = np.arange(len(order))
+    in_shards = places[packed_order(len(order))]
+    return float(np.corrcoef(in_shards[:-1], in_shards[1:])[0, 1])
+
+
+def accuracy(images: Any, labels: Any, tests: Any, orders: Sequence[np.ndarray], seed: int) -> float:
+    """Train a network of two layers, and return its accuracy on the test images."""
+    import torch
+
+    torch.manual_seed(seed)
+    network = torch.nn.Sequential(torch.nn.Linear(images.shape[1], 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.03, momentum=0.9)
+    for order in orders:
+        for first in range(0, len(order) - BATCH + 1, BATCH):
+            batch = order[first : first + BATCH].copy()
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(network(images[batch]), labels[batch]).backward()
+            optimizer.step()
+    with torch.no_grad():
+        return float((network(tests[0]).argmax(1) == tests[1]).float().mean())
+
+
+def shuffle(args: argparse.Namespace) -> None:
+    """Print the table of the windows."""
+    import torch
+
+    splits = datasets.load(from_values({"data": {"dataset": "digits"}}))
+    images, tests = (
+        torch.from_numpy(each.images.reshape(len(each), -1).astype("float32") / 255)
+        for each in (splits.train, splits.test)
+    )
+    labels, test_labels = (torch.from_numpy(each.labels.astype("int64")) for each in (splits.train, splits.test))
+    count = len(labels)
+    by_class = np.argsort(splits.train.labels, kind="stable")
+    sorted_place = np.empty(count, dtype=np.int64)  # of the sample that `epoch_order` takes to be at a place
+    sorted_place[packed_order(count)] = by_class
+    print(f"{count} samples in {SHARDS} shards, {args.epochs} epochs, {args.seeds} seeds")
+    print("window  neighbours  accuracy, sorted by class  accuracy, as raypod pack")
+    for window in (1, 2, 4, 8, 16, 32, SHARDS):
+        correlation, found = [], {True: [], False: []}  # type: ignore[var-annotated]
+        for seed in range(1, args.seeds + 1):  # with 0 the first epoch has the order of the shards
+            orders = [epoch_order(seed, epoch, count, counts_of(count), window) for epoch in range(args.epochs)]
+            correlation += [neighbours(order) for order in orders]
+            for is_sorted in (True, False):
+                fed = [sorted_place[order] if is_sorted else order for order in orders]
+                found[is_sorted].append(accuracy(images, labels, (tests, test_labels), fed, seed))
+        shown = [f"{100 * np.mean(each):.2f} +- {100 * np.std(each):.2f} %" for each in (found[True], found[False])]
+        print(f"{window:6}  {np.mean(correlation):10.3f}  {shown[0]:>25}  {shown[1]:>24}", flush=True)
+
+
+@dataclasses.dataclass
+class Samples:
+    """Random samples, in a packed folder and for the peer."""
+
+    folder: Path
+    count: int
+    bytes: int
+
+    def write(self, shard_bytes: int) -> Path:
+        """Write an image folder whose files are random bytes, and pack it."""
+        generator = np.random.default_rng(SEED)
+        for split, count in (("train", self.count), ("val", 1)):
+            (self.folder / "images" / split / "one").mkdir(parents=True)
+            for number in range(count):
+                (self.folder / "images" / split / "one" / f"{number:06d}.jpg").write_bytes(generator.bytes(self.bytes))
+        packing.pack(self.folder / "images", self.folder / "packed", shard_bytes, lambda written, total: None)
+        return self.folder / "packed"
+
+
+def read(url: str, cache: str, window: int, first: int, limit: int) -> Tuple[int, float, float]:
+    """Read the samples of an epoch from position `first` on; return their number, the seconds, and until the first."""
+    began = time.perf_counter()
+    data = {"dataset": "imagefolder", "data_dir": url, "cache_dir": cache, "shuffle_window": window}
+    config = from_values({"data": data})
+    files = datasets.load(config).train.files
+    size = datasets.dataset_size(config)
+    order = epoch_order(SEED, 0, size.train_samples, size.shards, window)[first:]
+    calls: Iterator[Any] = iter([(0, order[start : start + BATCH]) for start in range(0, len(order), BATCH)])
+    count, first_s = 0, 0.0
+    for _, samples in files.prepared(calls, 2):
+        for sample in samples:
+            files.read(int(sample))
+            first_s = first_s or time.perf_counter() - began
+            count += 1
+        if count >= limit:
+            break
+    seconds = time.perf_counter() - began
+    files.close()
+    return count, seconds, first_s
+
+
+def speed(args: argparse.Namespace) -> None:
+    """Print the rates of raypod and of the peer."""
+    from tests.support import storage_servers as servers
+
+    server = servers.s3_server()
+    server.start()
+    servers.create_bucket(server.port)
+    proxy = servers.Proxy(server.port)
+    os.environ.update(
+        AWS_ENDPOINT_URL=f"http://127.0.0.1:{proxy.port}",
+        S3_ENDPOINT_URL=f"http://127.0.0.1:{proxy.port}",
+        AWS_ACCESS_KEY_ID=servers.KEY_ID,
+        AWS_SECRET_ACCESS_KEY=servers.SECRET,
+        AWS_DEFAULT_REGION="us-east-1",
+    )
+    url = f"s3://{servers.BUCKET}"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            packed = Samples(Path(folder), args.samples, args.sample_bytes).write(args.shard_bytes)
+            upload(packed, f"{url}/raypod")
+            peer(args, "write", str(packed.parent / "images" / "train" / "one"), f"{url}/mosaic", str(args.shard_bytes))
+            measure(args, url, folder, proxy)
+    finally:
+        proxy.stop()
+        server.kill()
+
+
+def measure(args: argparse.Namespace, url: str, folder: str, proxy: Any) -> None:
+    """Print the table: in each round both read an epoch, and half of one, in new processes with empty caches."""
+    found: Dict[str, List[Tuple[float, float, float, float]]] = {"raypod": [], "MosaicML Streaming": []}
+    for number in range(args.rounds):
+        for name in found:
+            row: List[float] = []
+            for first in (0, args.samples // 2):
+                cache, before = f"{folder}/cache-{name[0]}-{number}-{first}", proxy.forwarded_bytes
+                words = [f"{url}/{'raypod' if name == 'raypod' else 'mosaic'}", cache, str(args.window), str(first)]
+                limit = args.samples if first == 0 else 1
+                if name == "raypod":
+                    done = run([sys.executable, __file__, "read", *words, "--limit", str(limit)])
+                else:
+                    done = peer(args, "read", *words, str(args.samples), str(limit))
+                count, seconds, first_s = json.loads(done.strip().splitlines()[-1])
+                row += [count / seconds, (proxy.forwarded_bytes - before) / 1e6] if first == 0 else [first_s]
+            found[name].append((row[0], row[1], row[2], 0.0))
+            print(f"round {number + 1}, {name}: {row[0]:.0f} samples/s, {row[1]:.1f} MB, {row[2]:.2f} s", flush=True)
+    for name, rows in found.items():
+        rates, sizes, resumes, _ = zip(*rows)
+        print(
+            f"{name:20} {statistics.median(rates):8.0f} samples/s ({min(rates):.0f}-{max(rates):.0f})   "
+            f"{statistics.median(sizes):6.1f} MB   resume {statistics.median(resumes):.2f} s "
+            f"({min(resumes):.2f}-{max(resumes):.2f})"
+        )
+
+
+def upload(folder: Path, url: str) -> None:
+    """Upload a folder."""
+    from raypod.remote.store import Store
+
+    store = Store(url)
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            with file.open("rb") as source:
+                store.write(str(file.relative_to(folder)), source, file.stat().st_size)
+
+
+def peer(args: argparse.Namespace, *words: str) -> str:
+    """Run the script of the peer."""
+    return run([args.peer, PEER, *words])
+
+
+def run(command: List[str]) -> str:
+    """Return the output of a command."""
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=RUN_S).stdout
+
+
+def main() -> None:
+    """Run one of the measurements."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    shuffled = commands.add_parser("shuffle")
+    shuffled.add_argument("--seeds", type=int, default=10)
+    shuffled.add_argument("--epochs", type=int, default=5)
+    measured = commands.add_parser("speed")
+    measured.add_argument("--peer", required=True, help="the interpreter that has mosaicml-streaming")
+    measured.add_argument("--samples", type=int, default=4000)
+    measured.add_argument("--sample-bytes", type=int, default=20_000)
+    measured.add_argument("--shard-bytes", type=int, default=4_000_000)
+    measured.add_argument("--window", type=int, default=4)
+    measured.add_argument("--rounds", type=int, default=3)
+    reads = commands.add_parser("read")
+    for name in ("url", "cache"):
+        reads.add_argument(name)
+    for name in ("window", "first"):
+        reads.add_argument(name, type=int)
+    reads.add_argument("--limit", type=int, required=True)
+    args = parser.parse_args()
+    if args.command == "read":
+        print(json.dumps(read(args.url, args.cache, args.window, args.first, args.limit)))
+    else:
+        {"shuffle": shuffle, "speed": speed}[args.command](args)
+
+
+if __name__ == "__main__":
+    main()
