@@ -36,7 +36,7 @@ def first_stop(metric: Metric, patience: int, evaluations: Iterable[EvaluationDo
             continue
         without_improvement += 1
         if without_improvement == patience:
-            return StoppedEarly(each.update, metric.name, patience, best.update, best.metrics[metric.name])
+            return StoppedEarly(each.update, metric.name, patience, best.update, _recorded(best.metrics[metric.name]))
     return None
 
 

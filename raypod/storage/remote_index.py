@@ -45,6 +45,7 @@ class RemoteIndex:
         self._store, self.run_id, self._writer, self._is_known = store, run_id, writer, is_known
         self._is_own_log = is_own_log
         self._index: Optional[Index] = None
+        self._is_writer = False  # the index on the storage says so
 
     def check(self) -> None:
         """Read the index, and become its writer the first time.
@@ -64,13 +65,14 @@ class RemoteIndex:
                 self.run_id = found.run_id
         if found.run_id != self.run_id:
             raise PlaceTaken(f"{self._store.url} holds another run; use another --run-dir or --storage-path")
-        if self._index is not None and found.writer != self._writer:
+        if self._is_writer and found.writer != self._writer:
             raise PlaceTaken(f"another process mirrors the run to {self._store.url} by now")
-        if self._index is None:
-            self._index = dataclasses.replace(found, writer=self._writer)
-            self._write(self._index)
+        if not self._is_writer:
+            self._index = found = dataclasses.replace(found, writer=self._writer)
+            self._write(found)
+            self._is_writer = True
         elif text is None:
-            self._write(self._index)
+            self._write(found)
 
     def announce(self, contents: Dict[str, Content]) -> None:
         """Add new contents of files, before these are uploaded."""

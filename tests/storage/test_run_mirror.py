@@ -240,6 +240,25 @@ def test_a_pod_that_was_cut_off_removes_nothing_of_the_one_that_has_taken_over(
     assert whole_checkpoints(url, "a run", tmp_path / "copy") == [name_of(2), name_of(3)]
 
 
+def test_a_later_process_that_begins_in_an_outage_takes_the_place_after_it(run: Path, url: str, tmp_path: Path) -> None:
+    """It is not the one of the index yet, and none has taken its place."""
+    save(run, 1)
+    assert mirror(run, url).is_complete
+    later = tmp_path / "later" / "a run"
+    shutil.copytree(str(run), str(later))
+    save(later, 2)
+    left = [ConnectionError("lost")] * 3
+
+    def fail(operation: str, path: str) -> None:
+        if operation == "open" and "index.json" in path and left:
+            raise left.pop()
+
+    with faults(fail):
+        found = mirror(later, url)
+    assert (found.is_complete, found.failures) == (True, 3)
+    assert whole_checkpoints(url, "a run", tmp_path / "copy") == [name_of(1), name_of(2)]
+
+
 def test_a_checkpoint_that_appears_after_the_listing_is_not_removed(run: Path, url: str, remote: Path) -> None:
     save(run, 1)
     foreign = remote / "a run" / "checkpoints" / name_of(9)
