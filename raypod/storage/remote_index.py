@@ -7,11 +7,11 @@ import uuid
 from typing import Callable, Dict, Optional
 
 from raypod.record import event_log
-from raypod.remote.errors import StorageError
-from raypod.remote.store import Store
 from raypod.storage import index
+from raypod.storage.errors import StorageError
 from raypod.storage.index import Content, Index
 from raypod.storage.memory import MOST_LINE_BYTES
+from raypod.storage.store import Store
 
 
 class PlaceTaken(StorageError):
@@ -68,11 +68,11 @@ class RemoteIndex:
         if self._is_writer and found.writer != self._writer:
             raise PlaceTaken(f"another process mirrors the run to {self._store.url} by now")
         if not self._is_writer:
-            self._index = dataclasses.replace(found, writer=self._writer)
-            self._write(self._index)
+            self._index = found = dataclasses.replace(found, writer=self._writer)
+            self._write(found)
             self._is_writer = True
         elif text is None:
-            self._write(self._index)
+            self._write(found)
 
     def announce(self, contents: Dict[str, Content]) -> None:
         """Add new contents of files, before these are uploaded."""
