@@ -1,6 +1,7 @@
 """Run published PopTorch programs, unmodified, on the emulated SDK, and print the table of their results.
 
-    python scripts/run_published_programs.py --examples GIT_DIR --optimum GIT_DIR --examples-utils GIT_DIR [NAME ...]
+    python scripts/run_published_programs.py --examples GIT_DIR --optimum GIT_DIR --examples-utils GIT_DIR \\
+        --addons GIT_DIR --bess GIT_DIR [NAME ...]
 
 Each row of `published_programs.yaml` is a command, run in a temporary copy of its repository's folder with generated
 data. A missing clone, package or library is the row's result.
@@ -27,10 +28,17 @@ import numpy as np
 import yaml
 from conformance import process_group
 from conformance.clone import CloneError, extract
+from conformance.custom_operators import LIBRARIES as COMPILED
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = Path(__file__).with_name("published_programs.yaml")
-LIBRARIES = {"examples-utils": "examples_utils", "optimum": "optimum"}  # repository: package
+# Repository: package.
+LIBRARIES = {
+    "examples-utils": "examples_utils",
+    "optimum": "optimum",
+    "addons": "poptorch_experimental_addons",
+    "bess": "besskge",
+}
 _NUMBER = r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?i:inf(?:inity)?|nan))"
 GRACE_S = 15.0  # of a program whose time is up
 # torchvision compares CIFAR-10's files with the published ones; these are generated.
@@ -49,6 +57,7 @@ class Program(NamedTuple):
         command: words after the interpreter.
         loss: a pattern of the losses in the output, in which LOSS stands for the number.
         cifar: (training, test) images of a generated CIFAR-10, and where the program expects it.
+        custom_ops: the module with its custom operators.
         instances: 2 or more run under `raypod launch`.
         ipus: the IPUs of each replica, an option of `raypod launch`.
         requires: a package and its version, where the program fails with others.
@@ -62,6 +71,7 @@ class Program(NamedTuple):
     loss: str = ""
     extract: str = ""
     cifar: str = ""
+    custom_ops: str = ""
     instances: int = 1
     ipus: int = 1
     requires: str = ""
@@ -131,6 +141,9 @@ class Workspace:
         while self._pending:
             name = self._pending[0]
             extract(self._clones[name], [LIBRARIES[name]], self._folder / name)
+            if LIBRARIES[name] in COMPILED:
+                (self._folder / name / "build").mkdir()
+                (self._folder / name / "build" / COMPILED[LIBRARIES[name]]).touch()
             del self._pending[0]
         if program.repository == "raypod":
             return ROOT
@@ -162,6 +175,7 @@ class Workspace:
             "EMULATED_POD_IPUS": "16",  # programs that ask for hardware find some
             "WANDB_MODE": "offline",
             "HF_HUB_OFFLINE": "1",
+            **({"EMULATED_POD_CUSTOM_OPS": program.custom_ops} if program.custom_ops else {}),
         }
         return {**os.environ, **changes}
 
@@ -201,13 +215,13 @@ def programs() -> List[Program]:
 def main(argv: Optional[List[str]] = None) -> int:
     """Run the programs and print the table; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for repository in ("examples", "examples-utils", "optimum"):
+    for repository in ("examples", *LIBRARIES):
         parser.add_argument(f"--{repository}", metavar="GIT_DIR", help=f"a clone of {repository}, bare or not")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each program")
     parser.add_argument("--keep", metavar="FOLDER", help="run in this folder and keep it, with a log of each program")
     parser.add_argument("names", nargs="*", help="rows to run; default: all")
     flags = vars(parser.parse_args(argv))
-    clones = {name: flags[name.replace("-", "_")] for name in ("examples", "examples-utils", "optimum")}
+    clones = {name: flags[name.replace("-", "_")] for name in ("examples", *LIBRARIES)}
     known = [program.name for program in programs()]
     for name in flags["names"]:
         if name not in known:

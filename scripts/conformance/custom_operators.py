@@ -18,7 +18,8 @@ from conformance.outcomes import FAILED, PASSED, SKIPPED, Outcome, RunOptions, S
 
 _SDK = Path(__file__).resolve().parents[2] / "raypod" / "emulated_sdk"
 _ADDONS, _BESS = "poptorch_experimental_addons", "besskge"
-_LIBRARIES = {_ADDONS: "libpoptorch_experimental_addons.so", _BESS: "besskge_custom_ops.so"}
+# The compiled operators of each package, which looks for the file in its folder `build` before it loads it.
+LIBRARIES = {_ADDONS: "libpoptorch_experimental_addons.so", _BESS: "besskge_custom_ops.so"}
 
 
 def run_addons(git_dir: Path, folder: Path, options: RunOptions) -> Suite:
@@ -36,7 +37,7 @@ def run_bess(addons: Path, git_dir: Path, folder: Path, options: RunOptions) -> 
 def _extract(package: str, git_dir: Path, folder: Path) -> None:
     extract(git_dir, [package, "tests"], folder)
     (folder / "build").mkdir()
-    (folder / "build" / _LIBRARIES[package]).touch()  # the package looks for the file before it loads it
+    (folder / "build" / LIBRARIES[package]).touch()
     (folder / "pytest.ini").write_text("[pytest]\n")
 
 

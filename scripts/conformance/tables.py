@@ -8,7 +8,7 @@ from typing import Dict, Iterator, List
 from conformance.expected import EXCLUDED_LIMIT, PASSED_LIMIT, Verdict
 from conformance.outcomes import EXCLUDED, FAILED, PASSED, SKIPPED, Suite
 
-_HEADER = ["collected", "skipped", "excluded", "run", "passed", "expected", "failed", "passed %"]
+_HEADER = ["collected", "skipped", "excluded", "run", "passed", "expected", "failed", "apart", "passed %"]
 
 
 def report(title: str, suite: Suite, verdict: Verdict) -> Iterator[str]:
@@ -29,15 +29,13 @@ def report(title: str, suite: Suite, verdict: Verdict) -> Iterator[str]:
         f"limit: at most {EXCLUDED_LIMIT:g} %"
     )
     yield (
-        f"passed: {passed} of {verdict.run} that are not excluded ({_percent(passed, verdict.run)} %), "
+        f"passed: {passed} of {verdict.run} semantic tests that are not excluded ({_percent(passed, verdict.run)} %), "
         f"limit: at least {PASSED_LIMIT:g} %"
     )
     yield from _grouped("Excluded", _by_reason(suite, EXCLUDED))
     yield from _grouped("Skipped by the tests themselves", _by_reason(suite, SKIPPED))
-    expected: Dict[str, List[str]] = {}
-    for name, reason in verdict.expected.items():
-        expected.setdefault(reason, []).append(name)
-    yield from _grouped("Expected failures", expected)
+    yield from _grouped("Expected failures", _by_text(verdict.expected))
+    yield from _grouped("Failures that are not semantic, counted apart", _by_text(verdict.apart))
     yield from _listed("Failures that are not listed", verdict.unlisted)
     yield from _listed("Listed tests that pass: remove them from the list", verdict.passing)
     yield from _listed("Patterns of the list that match no test", verdict.idle)
@@ -48,9 +46,10 @@ def _counts(file: str, suite: Suite, verdict: Verdict) -> Counter[str]:
     counts: Counter[str] = Counter()
     for outcome in suite[file]:
         counts["collected"] += 1
-        result = "expected" if f"{file}::{outcome.test}" in verdict.expected else outcome.result
+        name = f"{file}::{outcome.test}"
+        result = "expected" if name in verdict.expected else "apart" if name in verdict.apart else outcome.result
         counts[result] += 1
-        counts["run"] += outcome.result in (PASSED, FAILED)
+        counts["run"] += outcome.result in (PASSED, FAILED) and result != "apart"
     return counts
 
 
@@ -62,6 +61,14 @@ def _row(name: str, counts: Counter[str]) -> str:
 
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f}" if whole else "0.0"
+
+
+def _by_text(reasons: Dict[str, str]) -> Dict[str, List[str]]:
+    """The tests of each reason."""
+    found: Dict[str, List[str]] = {}
+    for name, reason in reasons.items():
+        found.setdefault(reason, []).append(name)
+    return found
 
 
 def _by_reason(suite: Suite, result: str) -> Dict[str, List[str]]:
