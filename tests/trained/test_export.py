@@ -84,7 +84,7 @@ def test_a_network_that_cannot_be_traced(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--format", "tflite"], "known are safetensors, torchscript, onnx"),
-        ([], "the following arguments are required: --format {safetensors,torchscript,onnx} ("),
+        ([], "the following arguments are required: --format {safetensors,torchscript,onnx,hf} ("),
         (["--format", "safetensors", "--pixels"], "--pixels has no effect on safetensors"),
         (["--format", "torchscript", "--tolerance", "0"], "--tolerance 0 must be positive"),
         (["--format", "torchscript", "--output", "/no/such/x.pt"], "does not exist"),
