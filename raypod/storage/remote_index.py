@@ -7,11 +7,11 @@ import uuid
 from typing import Callable, Dict, Optional
 
 from raypod.record import event_log
+from raypod.remote.errors import StorageError
+from raypod.remote.store import Store
 from raypod.storage import index
-from raypod.storage.errors import StorageError
 from raypod.storage.index import Content, Index
 from raypod.storage.memory import MOST_LINE_BYTES
-from raypod.storage.store import Store
 
 
 class PlaceTaken(StorageError):
