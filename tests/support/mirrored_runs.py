@@ -222,7 +222,10 @@ def same_files(run: Path, copy: Path) -> bool:
         {path.relative_to(each).as_posix() for path in each.rglob("*") if path.is_file()} for each in (run, copy)
     ]
     names = (folders[0] | folders[1]) - kept
-    return all(name in folders[1] and (run / name).read_bytes() == (copy / name).read_bytes() for name in names)
+    others = {name for name in names if not all((each / name).is_file() for each in (run, copy))}
+    others |= {name for name in names - others if (run / name).read_bytes() != (copy / name).read_bytes()}
+    print(f"files that differ: {sorted(others)}")
+    return not others
 
 
 def summary_of(run: Path) -> Dict[str, Any]:
