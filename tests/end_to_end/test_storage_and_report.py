@@ -12,7 +12,7 @@ import pytest
 from raypod import train
 from raypod.__main__ import main
 from tests.support.browser import Browser, find_chromium
-from tests.support.mirrored_runs import FLAGS, same_files, verified
+from tests.support.mirrored_runs import FLAGS, different_files, verified
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -34,7 +34,7 @@ def test_a_run_continues_in_another_folder_from_the_storage(tmp_path: Path, capf
     found = json.loads((cut / "summary.json").read_text())["storage"]
     assert (found["url"], found["not_mirrored"], found["failures"]) == (f"{url}/cut", [], 0)
     assert verified(url, "cut", tmp_path / "copy")[-1] == "update-00000020"
-    assert same_files(cut, tmp_path / "copy")
+    assert not different_files(cut, tmp_path / "copy")
     shutil.rmtree(str(cut))  # the head's disk is lost
     again = tmp_path / "again"
     assert train.main(["--resume", f"{url}/cut", "--updates", "30", "--run-dir", str(again)]) == 0

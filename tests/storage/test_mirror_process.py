@@ -12,10 +12,10 @@ from raypod.storage import memory
 from tests.support.mirrored_runs import (
     FLAGS,
     announce,
+    different_files,
     finish,
     mirroring,
     reached,
-    same_files,
     save,
     summary_of,
     verified,
@@ -37,7 +37,7 @@ def test_the_process_uploads_what_it_is_told_and_ends_with_its_input(url: str, t
         assert finish(process) == 0
     assert memory.read(run).is_complete
     assert verified(url, "a run", tmp_path / "copy") == [first, second]
-    assert same_files(run, tmp_path / "copy")
+    assert not different_files(run, tmp_path / "copy")
 
 
 def test_a_process_that_cannot_upload_ends_at_its_limit_and_shows_no_secret(
@@ -66,7 +66,7 @@ def test_a_training_continues_on_another_host_from_the_storage(
     found = summary_of(cut)["storage"]
     assert (found["url"], found["not_mirrored"], found["failures"]) == (f"{url}/cut", [], 0)
     assert verified(url, "cut", tmp_path / "copy")
-    assert same_files(cut, tmp_path / "copy")
+    assert not different_files(cut, tmp_path / "copy")
     shutil.rmtree(str(cut))  # the head's disk is lost
     assert train.main(["--resume", f"{url}/cut", "--updates", "40", "--run-dir", str(again)]) == 0
     assert summary_of(again)["storage"]["not_mirrored"] == []

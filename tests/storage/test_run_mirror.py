@@ -26,9 +26,9 @@ from tests.support.mirrored_runs import (
     ACCURACY,
     LARGE,
     Script,
+    different_files,
     faults,
     mirror,
-    same_files,
     save,
     summary_of,
     verified,
@@ -68,7 +68,7 @@ def test_a_run_is_mirrored_as_its_lines_and_checkpoints_come(run: Path, url: str
     assert script.waits_s == [10.0] * 3
     assert (found.is_complete, found.failures, found.pending, found.skipped_checkpoints) == (True, 0, (), 0)
     assert verified(url, "a run", tmp_path / "copy") == [name_of(1), name_of(2)]
-    assert same_files(run, tmp_path / "copy")
+    assert not different_files(run, tmp_path / "copy")
     summary = json.loads((tmp_path / "copy" / "summary.json").read_text())
     assert (summary["updates"], summary["storage"]["checkpoints"]) == (1, 2)
     assert (summary["storage"]["url"], summary["storage"]["not_mirrored"]) == (f"{url}/a run", [])
@@ -292,7 +292,7 @@ def test_objects_that_were_removed_or_truncated_are_uploaded_again(
 
     assert mirror(run, url, damage).checkpoints == 4
     assert verified(url, "a run", tmp_path / "copy") == names
-    assert same_files(run, tmp_path / "copy")
+    assert not different_files(run, tmp_path / "copy")
 
 
 def test_a_file_that_changes_while_it_is_uploaded_is_uploaded_again(run: Path, url: str) -> None:

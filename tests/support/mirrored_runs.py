@@ -7,7 +7,7 @@ import dataclasses
 import json
 import subprocess
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set
 
 import pytest
 import torch
@@ -215,8 +215,8 @@ def fetch_checkpoints(remote: RemoteRun, target: Path) -> List[str]:
     return sorted(each.path.name for each in checkpoints)
 
 
-def same_files(run: Path, copy: Path) -> bool:
-    """Return whether a copy has all files of a run folder except those that stay on the host."""
+def different_files(run: Path, copy: Path) -> Set[str]:
+    """Return in which files a copy differs from a run folder, without those that stay on the host."""
     kept = {"status-token", "lease-1.json", memory.NAME, "storage.lock", index.NAME, "logs/storage.log"}
     folders = [
         {path.relative_to(each).as_posix() for path in each.rglob("*") if path.is_file()} for each in (run, copy)
@@ -224,8 +224,7 @@ def same_files(run: Path, copy: Path) -> bool:
     names = (folders[0] | folders[1]) - kept
     others = {name for name in names if not all((each / name).is_file() for each in (run, copy))}
     others |= {name for name in names - others if (run / name).read_bytes() != (copy / name).read_bytes()}
-    print(f"files that differ: {sorted(others)}")
-    return not others
+    return others
 
 
 def summary_of(run: Path) -> Dict[str, Any]:

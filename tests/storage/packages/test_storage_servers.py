@@ -21,10 +21,10 @@ from tests.support.mirrored_runs import (
     FLAGS,
     LARGE,
     Place,
+    different_files,
     finish,
     mirror,
     mirroring,
-    same_files,
     save,
     summary_of,
     verified,
@@ -123,7 +123,7 @@ def test_a_storage_holds_what_the_run_folder_holds(place: Place, tmp_path: Path)
     assert (found.is_complete, found.failures, found.pending) == (True, 0, ())
     assert verified(place.url, "a run", tmp_path / "copy") == [name_of(1), name_of(3), name_of(4)]
     shutil.rmtree(str(run / "checkpoints" / name_of(2)))  # the storage keeps fewer
-    assert same_files(run, tmp_path / "copy")
+    assert not different_files(run, tmp_path / "copy")
     assert mirror(run, place.url, kept=kept).checkpoints == found.checkpoints, "nothing is uploaded again"
     other = mirror(write_run(tmp_path / "other" / "a run"), place.url)
     assert "/a run holds another run; use another --run-dir" in other.error
@@ -159,7 +159,7 @@ def test_an_upload_through_a_network_that_is_slow_or_lost(network_place: Place, 
         proxy.mend()
         assert finish(process) == 0
     assert verified(url, "run", tmp_path / "copy") == [name_of(1), name]
-    assert same_files(run, tmp_path / "copy")
+    assert not different_files(run, tmp_path / "copy")
 
 
 def test_a_training_whose_storage_server_is_killed_and_started_again(
@@ -185,7 +185,7 @@ def test_a_training_whose_storage_server_is_killed_and_started_again(
     out, err = capfd.readouterr()
     assert (out + err).count("warning") <= 1, "none if the server answers before the coordinator looks"
     assert verified(url, "run", tmp_path / "copy")
-    assert same_files(run, tmp_path / "copy")
+    assert not different_files(run, tmp_path / "copy")
     flags = ["--updates", "50", "--run-dir"]
     assert train.main(["--resume", f"{url}/run", *flags, str(tmp_path / "again")]) == 0
     assert train.main([*FLAGS, *flags, str(tmp_path / "whole")]) == 0
