@@ -3,7 +3,7 @@
     XXH3-128                  a shard, or an array of an index, by its checksum
     XXH3-128.BYTES.partial    one of this size that is being downloaded
     XXH3-128.lock             locked by the process that downloads it
-    lock                      locked while space is reserved
+    lock                      locked while space is reserved, and while a file gets its final name
 
 A file is complete and verified, or absent. Where space is needed, the files go that were needed longest ago; a process
 that has opened one can read it to its end.
@@ -22,7 +22,7 @@ from raypod.host.files import file_lock
 from raypod.remote.store import Store
 
 _LOCK, _LOCKED, _PARTIAL = "lock", ".lock", ".partial"
-_RESERVE_S, _DOWNLOAD_S = 60.0, 24 * 3600.0  # for the locks of other processes; whoever needs a shard watches its size
+_RESERVE_S, _DOWNLOAD_S = 60.0, 24 * 3600.0  # for the locks of other processes; `Downloads.wait` has a limit of its own
 _ATTEMPTS = 2  # to download a shard that is damaged
 
 
@@ -81,7 +81,7 @@ class ShardCache:
                     store.download(shard.file, partial, shard.bytes + 1 if shard.bytes else 1 << 62)
                     found, size = checksum_of(partial), partial.stat().st_size
                     if found == shard.xxh3_128:
-                        partial.rename(self.path(shard))
+                        self._complete(shard)
                         return attempt * size
             finally:
                 with contextlib.suppress(FileNotFoundError):
@@ -111,6 +111,11 @@ class ShardCache:
                     with contextlib.suppress(FileNotFoundError):
                         path.unlink()
                     excess -= size
+
+    def _complete(self, shard: Shard) -> None:
+        # Locked: whoever lists the files for their sizes would find a shard under neither name.
+        with file_lock(self.folder / _LOCK, _RESERVE_S, ""):
+            self._partial(shard).rename(self.path(shard))
 
     def _files(self) -> List[Tuple[float, int, Path]]:
         """Return the time at which each file was needed last, its size, final or so far, and its path."""
