@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any, Dict, Optional
 
 from raypod.datasets.corpus import Tokenizer
 from raypod.errors import ConfigError, DataMissing
+from raypod.host.files import parse_json
 from raypod.host.folders import looked_in
 from raypod.plan.config import HF, Config
 
@@ -103,7 +103,7 @@ class HfFolder:
         if not path.is_file():
             return {}
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from None
         if not isinstance(content, dict):

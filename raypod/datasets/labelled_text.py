@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import zlib
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from raypod.errors import ConfigError, DataMissing
+from raypod.host.files import parse_json
 from raypod.host.folders import looked_in
 
 _SUFFIXES = (".jsonl", ".json", ".csv")
@@ -57,9 +57,9 @@ def read_examples(
     """
     if not files:
         raise ConfigError(f"--examples FILE is missing: JSON lines or CSV with {form.inputs} and {form.labels}")
-    found = [example for name in files for example in _read(form, name)]
+    found = _read(form, "--examples", files)
     if test_files:
-        train, test = found, [example for name in test_files for example in _read(form, name)]
+        train, test = found, _read(form, "--test-examples", test_files)
     else:
         ranked = sorted(range(len(found)), key=lambda number: (zlib.crc32(str(number).encode()), number))
         chosen = set(ranked[: int(held_out * len(found))])
@@ -84,12 +84,16 @@ def _natural(label: str) -> Tuple[int, int, str]:
     return (0, int(label), label) if label.isdecimal() else (1, 0, label)
 
 
-def _read(form: Form, name: str) -> Iterator[Example]:
+def _read(form: Form, flag: str, names: Sequence[str]) -> List[Example]:
+    return [example for name in names for example in _of_file(form, flag, name)]
+
+
+def _of_file(form: Form, flag: str, name: str) -> Iterator[Example]:
     path = Path(name).expanduser()
     if not path.is_file():
-        raise DataMissing(f"--examples {name} does not exist{looked_in(path)}")
+        raise DataMissing(f"{flag} {name} does not exist{looked_in(path)}")
     if path.suffix not in _SUFFIXES:
-        raise ConfigError(f"--examples {name}: files end with {', '.join(_SUFFIXES)}")
+        raise ConfigError(f"{flag} {name}: files end with {', '.join(_SUFFIXES)}")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -100,15 +104,16 @@ def _read(form: Form, name: str) -> Iterator[Example]:
         empty = False
         yield _example(form, row, f"{name}, line {line}")
     if empty:
-        raise ConfigError(f"--examples {name} has no examples")
+        raise ConfigError(f"{flag} {name} has no examples")
 
 
 def _json_rows(name: str, text: str) -> Iterator[Tuple[int, Dict[str, Any]]]:
-    for line, content in enumerate(text.splitlines(), start=1):
+    # JSON text may contain other characters at which `splitlines` divides, as U+2028.
+    for line, content in enumerate(text.split("\n"), start=1):
         if not content.strip():
             continue
         try:
-            row = json.loads(content)
+            row = parse_json(content)
         except ValueError as error:
             raise ConfigError(f"{name}, line {line} is not JSON: {error}") from None
         if not isinstance(row, dict):

@@ -76,7 +76,7 @@ def _read(path: Path) -> Dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--ipu-config {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--ipu-config {path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--ipu-config {path} is no JSON object")
