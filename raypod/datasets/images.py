@@ -27,8 +27,7 @@ class ImageSource(Source):
         self._config, self._splits, self.first = config, splits, config.data.first_sample
         self.train, self.test, self.fingerprint = splits.train, splits.test, splits.fingerprint
         self.is_in_memory = isinstance(splits.train, ArrayDataset)
-        files = [getattr(split, "files", None) for split in (self.train, self.test)]
-        self._streams = [each for each in files if isinstance(each, StreamedFiles)]
+        self._streams = [each for each in map(_streamed, (self.train, self.test)) if each is not None]
         self._host_size = _host_size(splits, config.data.eight_bit_io, config.data.image_size)
 
     def gather(self, split: Any, samples: np.ndarray, seed_and_epoch: Optional[Tuple[int, int]]) -> Batch:
@@ -38,13 +37,13 @@ class ImageSource(Source):
 
     def prepared(self, split: Any, calls: Iterator[EpochSamples], behind: int) -> Iterator[EpochSamples]:
         """See `Source.prepared`: the shards of a URL are downloaded."""
-        files = getattr(split, "files", None)
-        return files.prepared(calls, behind) if isinstance(files, StreamedFiles) else calls
+        files = _streamed(split)
+        return calls if files is None else files.prepared(calls, behind)
 
     def interrupt(self) -> None:
         """See `Source.interrupt`."""
-        files = getattr(self.train, "files", None)
-        if isinstance(files, StreamedFiles):
+        files = _streamed(self.train)
+        if files is not None:
             files.interrupt()
 
     def close(self) -> None:
@@ -120,6 +119,12 @@ class ImageSource(Source):
             name = self._config.data.dataset
             raise ConfigError(f"--image-size {size} needs uint8 images, but those of {name} are {images.dtype}")
         return torch.from_numpy(resize(images.numpy(), (size, size)))
+
+
+def _streamed(split: Any) -> Optional[StreamedFiles]:
+    """Return the files of a split whose shards are at a URL; None for another one."""
+    files = getattr(split, "files", None)
+    return files if isinstance(files, StreamedFiles) else None
 
 
 def _is_image(image: Any) -> bool:

@@ -14,7 +14,7 @@ from raypod.datasets.order import augmentation_integers
 from raypod.datasets.source import Batch
 from raypod.datasets.text import TextSource, Windows
 
-_IGNORED = -100  # label of a token that is not predicted, as of transformers
+IGNORED = -100  # label of a token that is not predicted, as of transformers
 _UNIT = 1 << 24
 _MASKED, _RANDOM = 0.8, 0.1  # of the predicted tokens; the others stay (Devlin et al. 2019)
 
@@ -48,7 +48,7 @@ class MaskedSource(TextSource):
         chance, kind, other = drawn[:, :length], drawn[:, length : 2 * length], drawn[:, 2 * length :]
         chance = np.where(tokens == self._tokenizer.end, _UNIT + chance, chance)
         chosen = (chance < self._share * _UNIT) | (chance == chance.min(axis=1, keepdims=True))
-        labels = np.where(chosen, tokens, _IGNORED).astype(np.int32)
+        labels = np.where(chosen, tokens, IGNORED).astype(np.int32)
         replaced = np.where(kind < _MASKED * _UNIT, self._mask, other % self._tokenizer.vocabulary)
         changed = np.where(chosen & (kind < (_MASKED + _RANDOM) * _UNIT), replaced, tokens).astype(np.int32)
         return torch.from_numpy(changed), torch.from_numpy(labels)

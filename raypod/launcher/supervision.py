@@ -29,9 +29,8 @@ _SIGNAL_GRACES = 10  # grace periods for programs to exit after a forwarded sign
 _READ_BYTES = 1 << 16
 _MESSAGES = (signal.SIGUSR1, signal.SIGUSR2)
 _ABORTED = 128 + signal.SIGABRT  # exit code after an uncaught C++ exception
+_CAUSE_S = 2.0  # for the process of a peer to end, which may close its connections before
 # An exception with which a program ends because another one has ended: of the emulated SDK, Horovod, and Gloo.
-# The peer may close its connections seconds before its process ends.
-_CAUSE_S = 2.0
 _OF_PEER = re.compile(r"a peer has ended|HorovodInternalError|Connection (closed|reset) by peer")
 Write = Callable[[bytes, float], Optional[bool]]
 

@@ -29,9 +29,7 @@ def check_compatible(config: Config) -> None:
     check_settings(training)
     ipu_options.check(config)
     check_data_folder(config)
-    if config.data.jpeg_decoder != "pillow" and config.decoder is None:
-        sets = " or ".join(IMAGE_FOLDERS)
-        raise ConfigError(f"--jpeg-decoder {config.data.jpeg_decoder} has no effect without --dataset {sets}")
+    _check_image_folder(config)
     _check_optimizer(config)
     check_mixing(config)
     _check_policy(config)
@@ -141,11 +139,9 @@ def check_mixing(config: Config) -> None:
 
 
 def _check_policy(config: Config) -> None:
-    """Raise ConfigError for changes of images that are not those of a folder, or are not augmented."""
+    """Raise ConfigError for changes of images that are not augmented."""
     data = config.data
     for flag, value in (("--policy", data.policy), ("--random-erasing", data.random_erasing)):
-        if value and config.decoder is None:
-            raise ConfigError(f"{flag} {value} has no effect without --dataset {' or '.join(IMAGE_FOLDERS)}")
         if value and not data.augment:
             raise ConfigError(f"{flag} {value} has no effect with --no-augment; omit one of them")
     for key in ("rand_augment_ops", "rand_augment_magnitude"):
@@ -172,6 +168,15 @@ def _or(words: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
+def _check_image_folder(config: Config) -> None:
+    """Raise ConfigError for a setting that only images of folders have."""
+    for key in ("jpeg_decoder", "policy", "random_erasing", "shuffle_window", "cache_size"):
+        value = getattr(config.data, key)
+        if config.decoder is None and value != DataSection.model_fields[key].default:
+            flag, folders = f"--{key.replace('_', '-')} {value}", " or ".join(IMAGE_FOLDERS)
+            raise ConfigError(f"{flag} has no effect without --dataset {folders}: omit it")
+
+
 def check_data_folder(config: Config) -> None:
     """Raise ConfigError for a data folder that the data set does not read. A task of the user may read it."""
     data = config.data
@@ -180,9 +185,6 @@ def check_data_folder(config: Config) -> None:
             f"--data-dir has no effect on --dataset {data.dataset}: omit it, or add --dataset imagefolder for a "
             "folder of class folders"
         )
-    if data.shuffle_window is not None and config.decoder is None:
-        folders = " or ".join(IMAGE_FOLDERS)
-        raise ConfigError(f"--shuffle-window {data.shuffle_window} has no effect without --dataset {folders}: omit it")
 
 
 def check_whole_calls(config: Config) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from raypod.datasets import corpus
 from raypod.datasets.hf_folder import HfFolder
-from raypod.datasets.masking import MaskedSource
+from raypod.datasets.masking import IGNORED, MaskedSource
 from raypod.datasets.samples import Arrays, SampleSource
 from raypod.datasets.source import Batch, Source
 from raypod.datasets.text import TextSource, Windows
@@ -23,8 +23,6 @@ from raypod.tasks.hf_facts import LabelledOptions, MaskedOptions, WindowOptions,
 from raypod.tasks.language_facts import pieces_of
 from raypod.tasks.language_model import LanguageModel
 from raypod.tasks.task import Predicted, Ratios, Task
-
-IGNORED = -100  # label of a token without one, as of transformers
 
 
 class HfCausalLm(LanguageModel):

@@ -412,6 +412,10 @@ def test_the_plan_names_the_window_and_the_cache(
         (["--data-dir", "s3://key:secret@bucket/x"], "--data-dir s3://...: a URL holds no credentials"),
         (["--data-dir", "{images}", "--shuffle-window", "2"], "--shuffle-window 2: .* has no shards; omit it, or pack"),
         (["--data-dir", "{packed}", "--cache-size", "many"], "cache.size.* expected a size such as 256MB or 1GB"),
+        (
+            ["--dataset", "digits", "--cache-size", "2GB"],
+            "--cache-size 2GB has no effect without --dataset imagefolder",
+        ),
         (["--dataset", "digits", "--shuffle-window", "2"], "--shuffle-window 2 has no effect without --dataset imagef"),
     ],
 )
