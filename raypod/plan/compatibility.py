@@ -22,6 +22,9 @@ from raypod.plan.learning_rate import check_settings
 from raypod.plan.run_section import RunSection
 from raypod.plan.values import parse_interval
 
+# Keys of the section `data` that only images of folders have.
+OF_IMAGE_FOLDERS = ("jpeg_decoder", "policy", "random_erasing", "shuffle_window", "cache_size")
+
 
 def check_compatible(config: Config) -> None:
     """Raise ConfigError for settings that contradict each other in every task."""
@@ -170,7 +173,7 @@ def _or(words: Sequence[str]) -> str:
 
 def _check_image_folder(config: Config) -> None:
     """Raise ConfigError for a setting that only images of folders have."""
-    for key in ("jpeg_decoder", "policy", "random_erasing", "shuffle_window", "cache_size"):
+    for key in OF_IMAGE_FOLDERS:
         value = getattr(config.data, key)
         if config.decoder is None and value != DataSection.model_fields[key].default:
             flag, folders = f"--{key.replace('_', '-')} {value}", " or ".join(IMAGE_FOLDERS)

@@ -387,6 +387,7 @@ def test_a_run_is_that_of_a_local_copy_and_its_ledger_proves_it(
     longer = ("--epochs", "3", "--resume-anyway", "total_updates")
     _, resumed = run("resumed", "--resume", str(streamed), "--data-dir", str(storage.folder), *longer)
     assert verify_data.order_of(resumed) == order
+    assert main(["evaluate", str(streamed), "--data-dir", str(storage.folder.parent)]) == 0  # images without shards
 
 
 def test_the_plan_names_the_window_and_the_cache(

@@ -16,13 +16,17 @@ from raypod import train
 from raypod.__main__ import main
 from raypod.checkpoint import storage, tensors
 from raypod.errors import ConfigError
+from raypod.plan.compatibility import check_compatible
 from raypod.plan.plan import Plan
+from raypod.plan.resolve import from_values
 from raypod.record import run_state
 from raypod.trained import evaluate as module
+from raypod.trained import settings
 from raypod.trained.average import mean
 from raypod.trained.evaluate import evaluate
 from tests.support.trained_runs import train_inline
 
+OF_FOLDERS = {"policy": "rand-augment", "rand_augment_ops": 3, "random_erasing": 0.5, "shuffle_window": 3}
 Fails = Callable[[List[str]], str]
 
 
@@ -33,6 +37,12 @@ def evaluations(run: Path) -> List[Dict[str, Any]]:
 def summary(run: Path) -> Dict[str, Any]:
     found: Dict[str, Any] = json.loads((run / "summary.json").read_text())
     return found
+
+
+def test_other_data_are_without_the_settings_of_images_in_folders() -> None:
+    data = {"dataset": "imagefolder", "jpeg_decoder": "simplejpeg", "cache_size": "2GB", **OF_FOLDERS}
+    values = settings.changed(from_values({"data": data}), {"data.dataset": "digits"}, settings.EVALUATION)
+    check_compatible(settings.config_of(values, "the test"))
 
 
 def test_the_result_is_that_of_the_training(digits_run: Path) -> None:
