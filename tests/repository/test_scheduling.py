@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, List
+from typing import Any, List, Tuple
 
 import pytest
 
@@ -44,8 +44,7 @@ class Process:
         return self.queue.pop(0) if len(self.queue) > (0 if self.shutting_down else 1) else -1
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 5])
-def test_every_test_runs_once_and_clusters_in_two_processes(number: int) -> None:
+def new_scheduler(number: int) -> Tuple[ClustersFirst, List[Process]]:
     values = {"tx": ["popen"] * number, "maxworkerrestart": None}
     config: Any = SimpleNamespace(getvalue=values.get, option=SimpleNamespace(loadscopereorder=True))
     scheduler = ClustersFirst(config)
@@ -54,6 +53,12 @@ def test_every_test_runs_once_and_clusters_in_two_processes(number: int) -> None
         scheduler.add_node(process)
         scheduler.add_node_collection(process, TESTS)
     scheduler.schedule()
+    return scheduler, processes
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+def test_every_test_runs_once_and_clusters_in_two_processes(number: int) -> None:
+    scheduler, processes = new_scheduler(number)
     progress = True
     while progress:
         progress = False
@@ -74,3 +79,30 @@ def test_every_test_runs_once_and_clusters_in_two_processes(number: int) -> None
     assert len([process for process in processes if any(test.startswith(ONE_AT_A_TIME) for test in process.ran)]) == 1
     if number > MAX_CLUSTER_PROCESSES:
         assert any(process.ran[0].startswith(LONG) for process in processes)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("fatal", ["tests/plan/test_a.py::test_38", "tests/plan/test_b.py::test_0", TESTS[-1], TESTS[0]])
+def test_a_test_that_ends_its_process_runs_once_and_the_others_run_elsewhere(fatal: str, number: int) -> None:
+    scheduler, processes = new_scheduler(number)
+    ran: List[str] = []
+    ended: List[str | None] = []
+    while scheduler.nodes:
+        runnable = [(process, index) for process in processes for index in [process.next_test()] if index >= 0]
+        for process, index in runnable:
+            ran.append(TESTS[index])
+            if TESTS[index] == fatal:
+                processes.remove(process)
+                ended.append(scheduler.remove_node(process))
+                processes.append(Process(f"gw{number}"))
+                scheduler.add_node(processes[-1])
+                scheduler.add_node_collection(processes[-1], TESTS)
+                scheduler.schedule()
+            else:
+                scheduler.mark_test_complete(process, index)
+        for process in [process for process in processes if process.shutting_down and not process.queue]:
+            processes.remove(process)
+            assert scheduler.remove_node(process) is None
+        assert runnable or not scheduler.nodes, "all processes wait for the scheduler"
+    assert ended == [fatal]
+    assert sorted(ran) == sorted(TESTS)

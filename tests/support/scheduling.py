@@ -2,11 +2,14 @@
 
 Files that start Ray clusters run first, in at most two processes: on few cores more clusters at once exceed Ray's time
 limits. The other processes run the other files meanwhile, the longest first, and all processes end with those.
+
+A test that ends its process fails, and a new process runs the rest of its file. xdist's own `loadfile` waits without end
+then: it assigns the files that the lost process had completed again, and waits for a test of them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, List, Tuple
 
 from xdist.scheduler import LoadFileScheduling
 
@@ -30,7 +33,8 @@ class ClustersFirst(LoadFileScheduling):  # type: ignore[misc]
 
     def _assign_work_unit(self, node: Any) -> None:
         """Assign the next file to a process; end the process if only files are left that it must not run."""
-        may_start_clusters = node in self.nodes[:MAX_CLUSTER_PROCESSES]
+        running = [process for process in self.nodes if not process.shutting_down]
+        may_start_clusters = node in running[:MAX_CLUSTER_PROCESSES]
         candidates = [scope for scope in self.workqueue if may_start_clusters or not starts_clusters(scope)]
         if not candidates:
             node.shutdown()
@@ -38,6 +42,24 @@ class ClustersFirst(LoadFileScheduling):  # type: ignore[misc]
         first = min(candidates, key=_rank)
         self.workqueue.move_to_end(first, last=False)
         super()._assign_work_unit(node)
+        if self._pending_of(self.assigned_work[node]) < 2:
+            self._reschedule(node)  # it runs a test once it knows the next one, or that there is none
+
+    def remove_node(self, node: Any) -> str | None:
+        """Remove a process that has ended. Return the test that ended it; the tests after that run in another one."""
+        left: List[Tuple[str, str]] = [
+            (scope, test)
+            for scope, unit in self.assigned_work.pop(node).items()
+            for test, completed in unit.items()
+            if not completed
+        ]
+        if not left:
+            return None
+        for scope, test in left[1:]:
+            self.workqueue.setdefault(scope, {})[test] = False
+        for other in self.nodes:
+            self._reschedule(other)
+        return left[0][1]
 
 
 def _rank(scope: str) -> int:
