@@ -23,7 +23,7 @@ from torch import nn
 from raypod.checkpoint import storage
 from raypod.checkpoint.scattered_read import read_into
 from raypod.errors import CheckpointDamaged, ConfigError
-from raypod.host.files import NewFile
+from raypod.host.files import NewFile, parse_json
 
 _NAMES = {
     torch.float64: "F64",
@@ -84,7 +84,7 @@ def read_tensors(path: Path) -> Tuple[Tensors, Dict[str, str]]:
         raise CheckpointDamaged(str(path), "it is truncated") from None
     except OSError as error:
         raise CheckpointDamaged(str(path), error.strerror or str(error)) from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointDamaged(str(path), f"it is not a safetensors file ({error})") from None
     return tensors, {str(name): str(value) for name, value in metadata.items()}
 
@@ -107,8 +107,8 @@ def read_nested(path: Path) -> Any:
     """Return the nested state of a file. CheckpointDamaged as `read_tensors`."""
     tensors, metadata = read_tensors(path)
     try:
-        return _decode(json.loads(metadata[_STRUCTURE]), tensors)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return _decode(parse_json(metadata[_STRUCTURE]), tensors)
+    except (ValueError, TypeError, KeyError) as error:
         raise CheckpointDamaged(str(path), f"its structure cannot be decoded ({error})") from None
 
 
@@ -220,7 +220,7 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> Dict[str, Any]:
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _LARGEST_HEADER_BYTES):
         raise CheckpointDamaged(str(path), "it is not a safetensors file, or it is truncated")
-    header: Dict[str, Any] = json.loads(file.read(length).decode())
+    header: Dict[str, Any] = parse_json(file.read(length))
     return header
 
 
