@@ -107,11 +107,11 @@ def find_unreleased(
 ) -> List[Suspect]:
     """Return those of `instances` that cannot continue after the loss of others.
 
-    Their waits for other instances are aborted since `aborted_s`. One that computes or loads data ends its call at the
-    next such wait, so it has the timeout of a call, but not the long one of IPUs: without the others their call never
-    ends. One that does anything else, or is being built, has the timeout of that.
+    Their waits for other instances are aborted since `aborted_s`. One in a call ends that at the next such wait, so it
+    has the timeout of a call, but not the long one of IPUs: without the others their call never ends. One that loads
+    data or does anything else that needs no other instance, or is being built, has the timeout of that.
     """
-    bounds = bounds.model_copy(update={"stuck_after_s": min(bounds.call_timeout_s, CALL_TIMEOUTS_S["emulated"])})
+    in_call = bounds.model_copy(update={"stuck_after_s": min(bounds.call_timeout_s, CALL_TIMEOUTS_S["emulated"])})
     suspects = []
     latest = {index: heartbeats[index] for index in sorted(instances) if heartbeats[index].report is not None}
     for index, last in latest.items():
@@ -123,9 +123,10 @@ def find_unreleased(
                 cause = f"did not abort its collectives with the lost instances within {now_s - aborted_s:.1f} s"
                 suspects.append(Suspect(index, "stuck", f"{cause} (run.stop_timeout_s = {bound_s:g})"))
         elif is_training(report):
-            bound_s = _stuck_bound_s([report], bounds)
-            if report.duration_s > bound_s and not _may_continue(last, bound_s, now_s, bounds):
-                suspects.append(Suspect(index, "stuck", _stuck_cause(report, bound_s, [report], bounds)))
+            own = in_call if _is_in_call(report) else bounds
+            bound_s = max(_stuck_bound_s([report], own), _attach_bound_s(report, own))
+            if report.duration_s > bound_s and not _may_continue(last, bound_s, now_s, own):
+                suspects.append(Suspect(index, "stuck", _stuck_cause(report, bound_s, [report], own)))
     return _find_silent(latest, now_s, bounds) or suspects
 
 
@@ -141,7 +142,11 @@ def is_training(report: Optional[HeartbeatReport]) -> bool:
     """Return whether the instance runs a call, or what is between two calls. All else has its own timeout."""
     if report is None:
         return False
-    return report.activity in (ATTACHING, LOADING, RETRYING, SNAPSHOT) or report.activity.startswith("in call")
+    return report.activity in (ATTACHING, LOADING, RETRYING, SNAPSHOT) or _is_in_call(report)
+
+
+def _is_in_call(report: HeartbeatReport) -> bool:
+    return report.activity.startswith("in call")
 
 
 def _stuck_bound_s(reports: List[HeartbeatReport], bounds: RunSection) -> float:

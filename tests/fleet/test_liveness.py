@@ -156,6 +156,10 @@ def test_a_survivor_that_computes_has_the_timeout_of_a_call() -> None:
     last = {0: LastHeartbeat(report(0, IN_CALL, 31.0), 31.0)}
     assert find_suspects(last, 31.0, on_ipus) == []
     assert [each.instance for each in find_unreleased(last, [0], 0.0, 31.0, on_ipus)] == [0]  # it cannot end
+    for activity, limit_s in ((LOADING, on_ipus.call_timeout_s), (ATTACHING, on_ipus.report_timeout_s)):  # these can
+        for seconds, expected in ((limit_s - 1, []), (limit_s + 1, [0])):
+            last = {0: LastHeartbeat(report(0, activity, seconds), seconds)}
+            assert [each.instance for each in find_unreleased(last, [0], -seconds, seconds, on_ipus)] == expected
 
 
 def test_a_silent_survivor_is_not_waited_for() -> None:
