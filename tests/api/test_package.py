@@ -17,6 +17,14 @@ def test_importing_and_planning_import_neither_torch_nor_ray(run_python: Callabl
     assert run_python(program).split() == ["ConfigError", "[]", "set()"]
 
 
+def test_training_does_not_import_sympy(run_python: Callable[[str], str], tmp_path: Path) -> None:
+    """torch imports it when it first needs it, which takes half a second in each process."""
+    flags = f'"--fleet=inline", "--num-instances=1", "--batch-size=120", "--updates=1", "--run-dir={tmp_path}/run"'
+    program = "import sys; from raypod.__main__ import main; import torch; before = set(sys.modules)"
+    program += f"; code = main(['train', {flags}, '--quiet']); print(code, {{'sympy'}} & (set(sys.modules) - before))"
+    assert run_python(program).splitlines()[-1] == "0 set()"
+
+
 def test_every_exported_name_exists_and_is_documented() -> None:
     for name in raypod.__all__:
         value = getattr(raypod, name)
