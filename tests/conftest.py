@@ -96,7 +96,7 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: Any) -> None:
-    """Take the counts of a process of xdist; they are equal in all. Of one that a test has ended, print the exit code."""
+    """Take the counts of a process of xdist, equal in all. Print the exit code of one that a test has ended."""
     if error is not None:
         code = node.gateway._io.popen.wait(10)  # negative: the number of a signal
         node.config.get_terminal_writer().line(f"\n[{node.gateway.id}] ended with exit code {code}: {error}")

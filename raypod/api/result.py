@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Union
 
 from raypod.checkpoint import storage, weights_file
+from raypod.cli import counted
 from raypod.errors import ConfigError
 from raypod.host.files import parse_json
 from raypod.plan.metric import Metric
@@ -41,7 +42,7 @@ class Result:
         self._best_by = best_by
 
     def __repr__(self) -> str:
-        state = f"interrupted after {self.summary['updates']} updates" if self.interrupted else "done"
+        state = f"interrupted after {counted(self.summary['updates'], 'update')}" if self.interrupted else "done"
         tested = {name: value for name, value in self.summary.items() if name.startswith("test_") and value is not None}
         shown = "".join(f", {name}={value:.4g}" for name, value in tested.items())
         return f"<raypod.Result of {self.run_dir}: {state}{shown}>"

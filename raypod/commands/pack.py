@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, Sequence
 
-from raypod.cli import FlagParser, show
+from raypod.cli import FlagParser, counted, show
 from raypod.errors import ConfigError
 from raypod.plan.values import parse_size
 
@@ -51,7 +51,7 @@ def pack(argv: Sequence[str]) -> int:
         total = sum(shard.bytes for shard in index.shards)
         with tqdm(total=total, unit="B", unit_scale=True, disable=None, file=sys.stderr) as bar:
             shards.verify(folder, index, bar.update)
-        show(f"{folder}: {len(index.shards)} shards, {total / 1e9:.2f} GB, all checksums are right")
+        show(f"{folder}: {counted(len(index.shards), 'shard')}, {total / 1e9:.2f} GB, all checksums are right")
         return 0
     if args.out is None:
         raise ConfigError("the folder of the shards is missing: raypod pack FOLDER OUT")
@@ -63,7 +63,7 @@ def pack(argv: Sequence[str]) -> int:
 
         found = packing.pack(folder, Path(args.out).expanduser(), shard_bytes, progress)
     show(
-        f"{args.out}: {found.train} training and {found.test} test images in {found.shards} shards, "
+        f"{args.out}: {found.train} training and {found.test} test images in {counted(found.shards, 'shard')}, "
         f"{found.bytes / 1e9:.2f} GB"
     )
     for line in found.skipped:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from raypod.checkpoint.resume import way_to_continue
+from raypod.cli import counted
 from raypod.events import CallReport, ClockReading, EvaluationReport, HeartbeatReport, InstanceStarted
 from raypod.fleet.base import Beat, Family, FleetBroken, Labels, failure_of
 from raypod.fleet.ray_clocks import read_clocks
@@ -170,7 +171,7 @@ class RayFleet:
         assert self._watch is not None, "start comes first"
         refs = {self._actors[index].call.remote(method, *arguments): index for index in instances}
         bound = (self._bounds.report_timeout_s, "run.report_timeout_s")
-        return self._watch.results(refs, f"{method} of {len(refs)} instances", bound)
+        return self._watch.results(refs, f"{method} of {counted(len(refs), 'instance')}", bound)
 
     def room(self) -> List[Room]:
         """See `ElasticFleet.room`."""

@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Sequence
 
 import yaml
 
-from raypod.cli import FlagParser, show
+from raypod.cli import FlagParser, counted, show
 from raypod.errors import ClusterError, ConfigError
 from raypod.fleet.ray_nodes import alive_nodes
 from raypod.fleet.ray_session import running_session
@@ -41,7 +41,7 @@ def write(argv: Sequence[str]) -> int:
     except OSError as error:
         raise ConfigError(f"cannot write {args.output}: {error.strerror}") from None
     addresses = ", ".join(node["NodeManagerAddress"] for node in nodes)
-    show(f"{args.output}: {len(nodes)} hosts: {addresses}")
+    show(f"{args.output}: {counted(len(nodes), 'host')}: {addresses}")
     return 0
 
 

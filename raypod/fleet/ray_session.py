@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
+from raypod.cli import counted
 from raypod.errors import ClusterError, RunError
 from raypod.fleet import ray_admission
 from raypod.fleet.ray_folder import socket_folder
@@ -152,9 +153,10 @@ class RaySession:
     def _start_failure(self, error: Exception, tries: int, took_s: float) -> str:
         seconds, setting = self._start_bound
         without_ray = f", or {self._without_ray}" if self._without_ray else ""
+        attempts = f"{counted(tries, 'attempt')} in {took_s:.0f} s"
         return (
-            f"cannot start a local Ray session on this host ({tries} tries in {took_s:.0f} s): {_line(error)}; "
-            f"if this host is busy, use a longer {setting} (now {seconds:g} s){without_ray}"
+            f"cannot start a local Ray session on this host ({attempts}): {_line(error)}; if this host is busy, use a "
+            f"longer {setting} (now {seconds:g} s){without_ray}"
         )
 
     def _variables(self, try_s: int) -> Dict[str, str]:

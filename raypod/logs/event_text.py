@@ -6,6 +6,7 @@ import math
 import time
 from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional
 
+from raypod.cli import counted
 from raypod.errors import ConfigError
 from raypod.events import (
     CheckpointBegun,
@@ -89,8 +90,9 @@ def _process_ended(record: Record) -> str:
 def _run_started(record: Record) -> str:
     hosts = ", ".join(dict.fromkeys(each["host"] for each in record["instances"]))
     seconds = math.fsum(record["seconds"].values())
+    instances = counted(len(record["instances"]), "instance")
     return (
-        f"{len(record['instances'])} instances on {hosts} after {seconds:.1f} s; generation {record['generation']}, "
+        f"{instances} on {hosts} after {seconds:.1f} s; generation {record['generation']}, "
         f"from update {record['first_update']}; {record['device_line']}"
     )
 
@@ -140,8 +142,8 @@ def _repaired(record: Record) -> str:
 
 def _resized(record: Record) -> str:
     return (
-        f"{record['replicas']} replicas x accumulation {record['gradient_accumulation']} after update "
-        f"{record['update']}, instead of {record['replicas_before']} replicas: {record['cause']}"
+        f"{counted(record['replicas'], 'replica')} x accumulation {record['gradient_accumulation']} after update "
+        f"{record['update']}, instead of {counted(record['replicas_before'], 'replica')}: {record['cause']}"
     )
 
 
@@ -164,7 +166,7 @@ def _call_times(record: Record) -> str:
             f"instance {each['instance']} {each['p50_s'] * 1e3:.1f} ms"
             + (f" (busy {ratio:.2f} of the median)" if isinstance(ratio, (int, float)) else "")
         )
-    return f"{record['calls']} calls from update {record['first_update']}; {', '.join(parts)}"
+    return f"{counted(record['calls'], 'call')} from update {record['first_update']}; {', '.join(parts)}"
 
 
 def _fields(record: Record) -> str:

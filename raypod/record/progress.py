@@ -14,7 +14,7 @@ from typing import Any, List, Optional, TextIO, Union
 
 from tqdm.auto import tqdm
 
-from raypod.cli import DEFAULT_WIDTH, paint, tell, width_of
+from raypod.cli import DEFAULT_WIDTH, counted, paint, tell, width_of
 from raypod.events import (
     CheckpointFailed,
     EpochDone,
@@ -239,8 +239,8 @@ class Progress:
 
 def _resized_line(event: Resized) -> str:
     return (
-        f"Elastic: {event.replicas} replicas x accumulation {event.gradient_accumulation} from update "
-        f"{event.update + 1} on, instead of {event.replicas_before} replicas "
+        f"Elastic: {counted(event.replicas, 'replica')} x accumulation {event.gradient_accumulation} from update "
+        f"{event.update + 1} on, instead of {counted(event.replicas_before, 'replica')} "
         f"({event.cause}): every update has the same samples, but sums them in another order, so the bits of the "
         "weights differ"
     )

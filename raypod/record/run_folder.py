@@ -159,7 +159,9 @@ def write_summary(
     ended: RunEnded = last_events[RunEnded]
     repaired: Optional[Repaired] = last_events.get(Repaired)
     stopped: Optional[StoppedEarly] = last_events.get(StoppedEarly)
-    last = metrics.last or last_update(Path(plan.run_dir))
+    # After a rollback the newest update can be one that the run has not done any more.
+    is_done = metrics.last is not None and metrics.last.update <= ended.updates
+    last = metrics.last if is_done else last_update(Path(plan.run_dir))
     names, tested = [metric.name for metric in plan.task.metrics], plan.task.evaluated_metrics
     summary = {
         "updates": ended.updates,

@@ -180,8 +180,7 @@ class LatestDetails:
 
     def __init__(self, folder: Path, first_update: int, warn: Warn) -> None:
         self._path, self._warn, self._is_warned = folder / TEST, warn, False
-        if not first_update:
-            self._path.unlink(missing_ok=True)
+        self.drop_after(first_update or -1)
 
     def handle(self, event: Event) -> None:
         """Replace the file by the details of an evaluation. If the disk is full, the former ones stay."""
@@ -195,7 +194,9 @@ class LatestDetails:
                 self._is_warned = True
 
     def drop_after(self, update: int) -> None:
-        """See `Sink.drop_after`. The next evaluation replaces the file."""
+        """See `Sink.drop_after`."""
+        if self._path.is_file() and _update_of(self._path.read_bytes()) > update:
+            self._path.unlink(missing_ok=True)
 
     def sync(self) -> None:
         """The file is on the disk."""

@@ -12,6 +12,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from raypod.checkpoint import storage
+from raypod.cli import counted
 from raypod.datasets.order import call_positions, epoch_order, in_place_of, samples_digest
 from raypod.errors import ConfigError
 from raypod.host.files import parse_json
@@ -92,7 +93,7 @@ def check_ledger(order: Order, lines: List[Line], unreadable: List[int], missing
         faults.append("the ledger has no calls")
     exception = ", except those left out and in their places" if any(left_out.values()) else ""
     order_of_samples = f"every sample at most once in each epoch and exactly once in each whole one{exception}"
-    end = f"proved: {updates} updates, {order_of_samples}"
+    end = f"proved: {counted(updates, 'update')}, {order_of_samples}"
     return Verdict((*notes, *(f"NOT PROVED: {fault}" for fault in faults), *([] if faults else [end])), not faults)
 
 
@@ -134,7 +135,10 @@ def _calls_in_effect(order: Order, lines: List[Line]) -> Tuple[List[CallRecord],
                 notes.append(f"generation {line.generation} leaves out samples {named}: the next one is in each place")
             if line.generation > 1:
                 updates = len(superseded) * order.geometry.device_iterations
-                resized = f"; {replicas} replicas x accumulation {sizes.gradient_accumulation}" if is_resized else ""
+                all_replicas = (
+                    f"{counted(sizes.total_replicas, 'replica')} x accumulation {sizes.gradient_accumulation}"
+                )
+                resized = f"; {all_replicas}" if is_resized else ""
                 note = f"generation {line.generation} began after update {line.update}: {updates} superseded{resized}"
                 notes.append(note)
         else:

@@ -115,6 +115,8 @@ class RunStatus:
             self.restarts, self.generation, self.position = event.restarts, event.generation, event.update
             self.instances = {each.instance: each for each in event.instances}
             self.lost, self.repaired_unix_s = {}, time.time()
+            if self._plan.config.pod.is_elastic:
+                self._drop_after(event.update)
         elif isinstance(event, CheckpointSaved):
             self.checkpoints_saved += 1
             self.checkpoint = {"update": event.update, "path": event.path, "unix_s": time.time()}
@@ -125,6 +127,14 @@ class RunStatus:
             self.evaluation["unix_s"] = time.time()
         elif isinstance(event, RunEnded):
             self.ended = event
+
+    def _drop_after(self, update: int) -> None:
+        """Forget the metrics of later updates: they are computed again, with other bits."""
+        while self._losses and self._losses[-1].update > update:
+            self._losses.pop()
+        self.update = self._losses[-1] if self._losses else None
+        if self.evaluation is not None and self.evaluation["update"] > update:
+            self.evaluation = None
 
     @property
     def samples_per_s(self) -> float:

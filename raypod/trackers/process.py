@@ -70,8 +70,8 @@ class Session:
     def __init__(self, make: Callable[[], Tracker], run_dir: Path, started_unix_s: float, path: Path) -> None:
         """`path` is the file of the memory."""
         self._make, self._run_dir, self._started_unix_s, self._path = make, run_dir, started_unix_s, path
-        self._memory = dataclasses.replace(memory.read(path), is_complete=False, error="")
-        self._written = self._memory  # what the file has
+        self._written = memory.read(path)  # what the file has
+        self._memory = dataclasses.replace(self._written, is_complete=False, error="")
         self._redaction = Redaction(os.environ)
         self._tracker: Optional[Tracker] = None
         self._follower: Optional[Follower] = None
@@ -80,6 +80,7 @@ class Session:
     def follow(self, end: End, artifacts: str) -> None:
         """Record the run until it ends, then its artifacts and its end; try again after errors."""
         failures = 0
+        self._remember()  # that the run is not complete: an earlier process may have completed its part
         while True:
             has_ended = end.wait(_POLL_S if not failures else _RETRY_S[min(failures, len(_RETRY_S)) - 1])
             try:

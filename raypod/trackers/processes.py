@@ -86,7 +86,8 @@ class TrackerProcesses:
             while process.poll() is None and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
             found = memory.read(memory.path_of(self._folder, name))
-            if not found.is_complete:
+            # That of an earlier start may have completed its part meanwhile.
+            if process.poll() not in (None, 0) or not found.is_complete:
                 reason = f": {found.error}" if found.error else ""
                 missing = f"has not recorded the whole run within {self._timeout_s:g} s (--tracker-timeout-s){reason}"
                 self._warn_once(name, missing)

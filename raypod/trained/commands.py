@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
 
-from raypod.cli import FlagParser, format_table, show
+from raypod.cli import FlagParser, counted, format_table, show
 from raypod.errors import ConfigError, as_utf8
 from raypod.host.files import replace_file, strict_json
 from raypod.plan.flags import parse_arguments
@@ -71,7 +71,8 @@ def export(argv: Sequence[str]) -> int:
     show(
         f"{_checkpoint_line(found)} -> {found['output']} ({found['format']}, {found['bytes']:,} bytes)\n"
         f"inputs: {inputs}\n"
-        f"largest difference of the outputs of {found['checked_samples']} samples: {found['max_difference']:.3g}"
+        f"largest difference of the outputs of {counted(found['checked_samples'], 'sample')}: "
+        f"{found['max_difference']:.3g}"
     )
     return 0
 

@@ -215,7 +215,7 @@ def test_a_session_that_does_not_start_is_tried_again_for_longer_and_then_an_err
     bound = (300.0, "run.start_timeout_s")
     session = RaySession(place(LOCAL, Sizes(1, 1, 1)), start_bound=bound, without_ray="--fleet inline")
     message = (
-        r"^cannot start a local Ray session on this host \(3 tries in 310 s\): The current node timed out during "
+        r"^cannot start a local Ray session on this host \(3 attempts in 310 s\): The current node timed out during "
         r"startup. See the logs; if this host is busy, use a longer run.start_timeout_s \(now 300 s\), or "
         r"--fleet inline$"
     )
@@ -230,10 +230,11 @@ def test_a_session_that_does_not_start_is_tried_again_for_longer_and_then_an_err
     assert ray.done == ["shutdown", "processes"] * 3
 
 
-def test_a_session_whose_tries_end_early_has_four(ray: FakeRay) -> None:
+@pytest.mark.parametrize(("bound_s", "attempts"), [(120.0, "4 attempts"), (0.5, "1 attempt")])
+def test_a_session_whose_tries_end_early_has_four(ray: FakeRay, bound_s: float, attempts: str) -> None:
     ray.during = fails
-    with pytest.raises(RunError, match=r"\(4 tries in 0 s\)"):
-        RaySession(place(LOCAL, Sizes(1, 1, 1))).open()
+    with pytest.raises(RunError, match=rf"\({attempts} in 0 s\)"):
+        RaySession(place(LOCAL, Sizes(1, 1, 1)), start_bound=(bound_s, "start timeout")).open()
 
 
 def test_a_session_that_starts_in_the_second_try_is_as_any_other(ray: FakeRay, unopened: RaySession) -> None:

@@ -44,8 +44,8 @@ EXAMPLES: Tuple[Tuple[events.Event, str], ...] = (
         "instance 1 on host-2, from instance 0; continues after update 9, 3.2 s; restarts 1, generation 2",
     ),
     (
-        events.Resized(9, 2, 4, 4, ("host-0",), "host-1 is lost"),
-        "2 replicas x accumulation 4 after update 9, instead of 4 replicas: host-1 is lost",
+        events.Resized(9, 1, 4, 4, ("host-0",), "host-1 is lost"),
+        "1 replica x accumulation 4 after update 9, instead of 4 replicas: host-1 is lost",
     ),
     (events.StoppedEarly(12, "loss", 3, 9, 0.5), "after update 12: loss was best after update 9"),
     (

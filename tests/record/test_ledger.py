@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypod.__main__ import main
+from raypod.cli import counted
 from raypod.datasets.order import call_positions, epoch_order, samples_digest
 from raypod.events import CallDone
 from raypod.plan.plan import Geometry, Plan
@@ -81,7 +82,7 @@ def test_any_chain_of_resumes_on_any_topology_is_proved(
         lines += generation_lines(order, generation, divisors[which % len(divisors)], first, done)
     verdict = checked(order, lines)
     assert verdict.is_proved, verdict.lines
-    assert f"proved: {done} updates" in verdict.lines[-1]
+    assert f"proved: {counted(done, 'update')}, " in verdict.lines[-1]
 
 
 ORDER = order_with(num_instances=2)

@@ -164,8 +164,8 @@ def test_a_repair_names_the_damaged_checkpoints(shown: Shown) -> None:
 
 
 def test_a_change_of_the_replicas_says_that_the_bits_differ(shown: Shown) -> None:
-    assert shown(Resized(13, 2, 4, 4, ("a",), "host b is lost"))[0] == (
-        "Elastic: 2 replicas x accumulation 4 from update 14 on, instead of 4 replicas (host b is lost): every update "
+    assert shown(Resized(13, 1, 4, 4, ("a",), "host b is lost"))[0] == (
+        "Elastic: 1 replica x accumulation 4 from update 14 on, instead of 4 replicas (host b is lost): every update "
         "has the same samples, but sums them in another order, so the bits of the weights differ\n"
     )
 

@@ -16,7 +16,7 @@ from raypod import train
 from raypod.events import EvaluationDone, UpdateDone
 from raypod.record.flat_record import flat_record, from_flat_record
 from raypod.record.run_folder import last_update
-from raypod.record.sinks import JsonLines, TensorBoardWriter
+from raypod.record.sinks import JsonLines, LatestDetails, TensorBoardWriter
 from tests.support.event_files import scalars
 from tests.support.faulty_disks import FullDisk
 
@@ -156,6 +156,15 @@ def test_a_disk_that_fails_after_lines_were_dropped_is_a_warning(
     lines.close()
     assert len(warnings) == 1, warnings
     assert "metrics.jsonl" in warnings[0]
+
+
+def test_the_details_of_an_evaluation_of_abandoned_weights_are_removed(tmp_path: Path) -> None:
+    details = LatestDetails(tmp_path, 0, lambda text: None)
+    details.handle(EvaluationDone(10, {}, 6, 1, {"classes": []}))
+    LatestDetails(tmp_path, 6, lambda text: None).drop_after(6)
+    assert json.loads((tmp_path / "test.json").read_text())["update"] == 6
+    details.drop_after(5)
+    assert not (tmp_path / "test.json").exists()
 
 
 def test_points_of_a_full_disk_are_written_once_there_is_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,9 @@ def test_every_test_runs_once_and_clusters_in_two_processes(number: int) -> None
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("fatal", ["tests/plan/test_a.py::test_38", "tests/plan/test_b.py::test_0", TESTS[-1], TESTS[0]])
+@pytest.mark.parametrize(
+    "fatal", ["tests/plan/test_a.py::test_38", "tests/plan/test_b.py::test_0", TESTS[-1], TESTS[0]]
+)
 def test_a_test_that_ends_its_process_runs_once_and_the_others_run_elsewhere(fatal: str, number: int) -> None:
     scheduler, processes = new_scheduler(number)
     ran: List[str] = []

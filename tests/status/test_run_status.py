@@ -90,6 +90,19 @@ def test_a_snapshot_has_the_heartbeats_the_usage_of_hosts_and_the_user(
     assert [usage["cpu_share"] for usage in last["hosts"].values()] == [0.5]
 
 
+def test_an_elastic_run_that_is_rolled_back_shows_nothing_of_the_updates_that_are_repeated(
+    make: Callable[..., Plan],
+) -> None:
+    status = RunStatus(make(pod={"replicas": 8, "num_instances": 4, "elastic": True}), dict)
+    for number in (4, 5, 6):
+        status.handle(events.UpdateDone(number, 1, {"loss": 1.0 * number, "accuracy": 0.0}, 32 * number, 9.0, 2.0))
+    status.handle(events.EvaluationDone(10, {"loss": 1.0}, 6, 1))
+    status.handle(events.Repaired((0,), ("a",), "a checkpoint", 5, 2.0, 1, 2, (), ()))
+    found = status.snapshot()
+    assert (found["update"], found["metrics"]["loss"], found["last_evaluation"]) == (5, 5.0, None)
+    assert found["recent_updates"]["update"] == [4, 5]
+
+
 def test_a_run_that_changes_its_size_shows_its_new_instances(make: Callable[..., Plan]) -> None:
     plan = make(pod={"replicas": 8, "num_instances": 4})
     status = RunStatus(plan, dict)

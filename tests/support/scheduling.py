@@ -3,8 +3,8 @@
 Files that start Ray clusters run first, in at most two processes: on few cores more clusters at once exceed Ray's time
 limits. The other processes run the other files meanwhile, the longest first, and all processes end with those.
 
-A test that ends its process fails, and a new process runs the rest of its file. xdist's own `loadfile` waits without end
-then: it assigns the files that the lost process had completed again, and waits for a test of them.
+A test that ends its process fails, and a new process runs the rest of its file. xdist's own `loadfile` waits without
+end then: it assigns the files that the lost process had completed again, and waits for a test of them.
 """
 
 from __future__ import annotations

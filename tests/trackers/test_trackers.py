@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Dict, List, Optional
 
 import pytest
@@ -17,6 +19,7 @@ from raypod.host.redaction import Redaction
 from raypod.record import run_folder
 from raypod.record.flat_record import flat_record
 from raypod.trackers import memory, process
+from raypod.trackers import processes as processes_module
 from raypod.trackers.follower import Follower
 from raypod.trackers.processes import TrackerProcesses
 from raypod.trackers.tracker import Point, RunFacts, Steps
@@ -158,6 +161,30 @@ def test_a_tracker_that_fails_everywhere_gets_every_point_once(tmp_path: Path, m
     assert [point.step for point in calls] == [1, 2, 3, 4, 5]
     assert memory.read(path) == memory.Memory("id", 5, -1, "", True)
     assert process.parameters_of(tmp_path) == {"training.epochs": "3"}
+
+
+@pytest.mark.parametrize("code", [None, 0, 1])
+def test_the_end_of_the_process_of_an_earlier_start_hides_nothing(
+    make: Any, monkeypatch: pytest.MonkeyPatch, code: Optional[int]
+) -> None:
+    plan, warnings = make(run={"trackers": FAKE, "tracker_timeout_s": 0.001}), []  # type: ignore[var-annotated]
+    child = SimpleNamespace(stdin=io.BytesIO(), poll=lambda: code)
+    monkeypatch.setattr(processes_module, "start_module", lambda *arguments: child)
+    monkeypatch.setattr(processes_module, "end_session", lambda child: None)
+    path = memory.path_of(Path(plan.run_dir), FAKE)
+
+    def seen() -> Any:
+        child.was_complete = memory.read(path).is_complete
+        raise SystemExit
+
+    with TrackerProcesses(plan, warnings.append, 0.0) as running:
+        running.handle(RunStarted("emulated", "", 0, 1, ()))
+        memory.write(path, memory.Memory("id", 5, -1, "", True))
+        if code is None:  # the new one has waited for it, and cannot reach its server
+            with pytest.raises(SystemExit):
+                process.Session(seen, Path(plan.run_dir), 0.0, path).follow(Ended(), "none")  # type: ignore[arg-type]
+            assert not child.was_complete
+    assert len(warnings) == (0 if code == 0 else 1)
 
 
 def test_a_run_and_its_resumption_are_one_run(fake: Path, tmp_path: Path, capsys: Any, processes: None) -> None:

@@ -20,7 +20,7 @@ def test_every_command_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     text = ["--task", "language-model", "--max-mb", "0.1", "--sequence-length", "32", "--updates", "2"]
     train_inline(tmp_path / "runs" / "text", *text, "--replicas", "1")
     found = commands("how-to/trained-models.md")
-    assert len(found) == 13
+    assert len(found) == 14
     for line in found:
         words = shlex.split(line.replace("--num-instances 4", ""))
         assert words[0] == "raypod"
