@@ -18,6 +18,7 @@ from raypod.datasets.loaders import CallLoader, GatherLoader, SampleLoader
 from raypod.datasets.loading import (
     NO_EPOCH,
     EpochSamples,
+    FixedShapes,
     Retry,
     map_ahead,
     prefetch,
@@ -64,6 +65,7 @@ class Feed:
         self._has_thread = plan.config.data.async_dataloader and not in_processes
         self._stream: Optional[Generator[Call, None, None]] = None
         self._samples = np.zeros(0, dtype=np.int64)  # indices of the call that `calls` yielded last
+        self._shapes = FixedShapes("training", source.names)
         self._is_interrupted = False
         self._next_update = 0  # the update whose batch the stream yields next
 
@@ -102,6 +104,7 @@ class Feed:
                     return
                 raise
             self._next_update = update + iterations
+            self._shapes.check(self._samples, batch)
             training = self._plan.config.training
             random = training.seed, update // self._plan.updates_per_epoch
             yield self._source.with_pairs(batch, self._samples, training.batch_size, random)
@@ -136,11 +139,12 @@ class Feed:
         kept = kept_samples(self._plan.config.data.left_out("test"), len(self._source.test))
         total = len(kept)
         calls = list(self._evaluation_samples(total))
-        retry = self._new_retry()
+        retry, shapes = self._new_retry(), FixedShapes("test", self._source.names)
         while calls:
             batches = self._evaluation_batches([kept[call % total] for call in calls])
             try:
                 for batch in batches:
+                    shapes.check(kept[calls[0] % total], batch)
                     yield batch, int((calls.pop(0) < total).sum())
                     retry = self._new_retry()
             except ReadFailed as error:

@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import (
     Any,
     Callable,
@@ -41,6 +42,8 @@ EpochSamples = Tuple[int, np.ndarray]  # the samples of one call: (epoch, indice
 NO_EPOCH = 1 << 32  # the epoch of evaluation, so that it draws the same random numbers each time
 JOIN_TIMEOUT_S = 1.0  # on close, before a blocked thread or worker process is interrupted
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # before samples are read again
+# Of samples that differ.
+_WAY_OUT = "resize or pad them in the data set, or by a line of the task, `collate = raypod.pad_collate(64, 128)`"
 
 
 @contextlib.contextmanager
@@ -215,12 +218,29 @@ def collated(samples: List[Any], indices: Sequence[int], name: str = "samples") 
         for index, sample in zip(indices, samples):
             difference = _difference(samples[0], sample)
             if difference:
-                raise ConfigError(
-                    f"{name} {indices[0]} and {index} cannot be combined to a batch: {difference}; "
-                    "resize or pad them in the data set, or by a line of the task, "
-                    "`collate = raypod.pad_collate(64, 128)`"
-                ) from error
+                what = f"{name} {indices[0]} and {index} cannot be combined to a batch"
+                raise ConfigError(f"{what}: {difference}; {_WAY_OUT}") from error
         raise
+
+
+class FixedShapes:
+    """The shapes and types of the batches of a split: those of the first one, for which its program is compiled."""
+
+    def __init__(self, split: str, names: Optional[Sequence[str]]) -> None:
+        """`names`: of the tensors of a batch; None if they have none."""
+        self._split, self._names = split, names
+        self._first: Optional[Tuple[int, Any]] = None  # its first sample, and its shapes
+
+    def check(self, samples: np.ndarray, batch: Sequence[torch.Tensor]) -> None:
+        """Check a batch of these samples. ConfigError, with a sample of each, if it differs from the first batch."""
+        shapes = [SimpleNamespace(shape=each.shape[1:], dtype=each.dtype) for each in batch]
+        found = tuple(shapes) if self._names is None else dict(zip(self._names, shapes))
+        if self._first is None:
+            self._first = int(samples[0]), found
+        difference = _difference(self._first[1], found)
+        if difference:
+            what = f"{self._split} samples {self._first[0]} and {samples[0]} have different shapes or types"
+            raise ConfigError(f"{what}: {difference}; {_WAY_OUT}")
 
 
 def _difference(one: Any, other: Any) -> str:
@@ -235,6 +255,8 @@ def _difference(one: Any, other: Any) -> str:
         pairs = [(f"entry {number}: ", *both) for number, both in enumerate(zip(one, other))]
     else:
         shapes = [list(each.shape) if hasattr(each, "shape") else type(each).__name__ for each in (one, other)]
+        if shapes[0] == shapes[1]:  # torch combines tensors of two types, and a program has one
+            shapes = [str(getattr(each, "dtype", "")) for each in (one, other)]
         return "" if shapes[0] == shapes[1] else f"{shapes[0]} and {shapes[1]}"
     return next((f"{name}{found}" for name, *both in pairs for found in [_difference(*both)] if found), "")
 

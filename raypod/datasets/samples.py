@@ -78,9 +78,6 @@ class SampleSource(Source):
         first: see `Source`.
         collate: `Task.collate`, or None.
 
-    Attributes:
-        names: of the tensors of a batch, if samples are dicts.
-
     Raises:
         ConfigError: the splits cannot be used.
     """
@@ -91,7 +88,6 @@ class SampleSource(Source):
         if collate is not None:
             self.train, self.test = _collated_splits(task, self.train, self.test, collate, seed)
         self.is_in_memory = isinstance(self.train, Arrays)
-        self.names: Optional[Tuple[str, ...]] = None
         if isinstance(self.train, Arrays):
             self.names = tuple(self.train.fields)
         elif len(self.train):

@@ -24,6 +24,7 @@ class Source(abc.ABC):
     Attributes:
         train, test: map-style data sets; if `is_in_memory`, only their lengths are used, and `gather`.
         fingerprint: hash that identifies the data, the same on every host.
+        names: of the tensors of a batch; None if they have none.
         first: the training sample from which the shapes of a batch are known.
         is_in_memory: whether `gather` makes batches, in a background thread; otherwise worker processes load samples.
     """
@@ -31,6 +32,7 @@ class Source(abc.ABC):
     train: Any
     test: Any
     fingerprint: str
+    names: Optional[Tuple[str, ...]] = None
     first: int = 0
     is_in_memory: bool = False
 

@@ -61,12 +61,12 @@ def task_name(argv: Sequence[str]) -> str:
         ConfigError: the config file cannot be read.
     """
     parser = FlagParser(prog="raypod", add_help=False)
-    for flag in ("--task", "--config", "--resume"):
+    for flag in ("--task", "--config", "--resume", "--run-dir"):
         parser.add_argument(flag, nargs="?")
     known, rest = parser.parse_known_args(list(argv))
     overrides = [word.partition("=")[2] for word in rest if word.startswith(f"{TASK_NAME}=")]
     named = known.task or next(iter(overrides), None)
-    source = known.config or _config_of_resumed(known.resume)
+    source = known.config or _config_of_resumed(known.resume, known.run_dir)
     values = read_yaml(shipped.find(source, shipped.RECIPES)) if source else {}
     task = task_of_values(values)
     if source and named is None:
@@ -113,7 +113,7 @@ def combine(
     for name in given:
         section, _, key = name.partition(".")
         check_keys({section: {key: None}}, "the command line", schema)
-    source = config or _config_of_resumed(given.get("run.resume"))
+    source = config or _config_of_resumed(given.get("run.resume"), given.get("run.run_dir"))
     values = read_yaml(shipped.find(source, shipped.RECIPES)) if isinstance(source, str) else _copied(source or {})
     if source is not config:
         for key in ("run_dir", "resume_anyway"):
@@ -146,11 +146,17 @@ def _copied(values: Values) -> Values:
     return {section: dict(entries) for section, entries in values.items()}
 
 
-def _config_of_resumed(resume: Optional[Any]) -> Optional[str]:
-    """Return the `config.yaml` of the resumed run, if there is one."""
-    folder = run_folder_of(str(resume)) if resume else None
-    path = folder / CONFIG_FILE if folder else None
-    return str(path) if path and path.is_file() else None
+def _config_of_resumed(resume: Optional[Any], run_dir: Optional[Any]) -> Optional[str]:
+    """Return the `config.yaml` of the resumed run, if there is one.
+
+    If the run is gone, the same command continues the one in `run_dir` that began from it: that of this one.
+    """
+    if not resume:
+        return None
+    is_gone = not is_url(str(resume)) and not Path(str(resume)).exists()
+    folders = (run_folder_of(str(resume)), Path(str(run_dir)) if run_dir and is_gone else None)
+    files = (str(each / CONFIG_FILE) for each in folders if each and (each / CONFIG_FILE).is_file())
+    return next(files, None)
 
 
 def _check_stored(values: Values, path: Path, is_resumed: bool, resume: str = "") -> None:

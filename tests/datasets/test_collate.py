@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import raypod
+from raypod.datasets.feed import Feed
+from raypod.datasets.order import epoch_order
 from raypod.datasets.samples import SampleSource
 from raypod.errors import ConfigError
+from raypod.plan.plan import Plan
 
 WORDS = [{"tokens": torch.arange(1, 2 + index % 5), "label": torch.tensor(index % 2)} for index in range(64)]
 
@@ -147,3 +151,26 @@ def test_the_search_for_odd_samples_has_a_limit() -> None:
     split = Rare()
     SampleSource("t", (split, None), 0).check_batches(0, clock=lambda: next(ticks) / 8)
     assert len(set(list.__iter__(split))) < 40
+
+
+@pytest.mark.parametrize(
+    ("odd", "difference"),
+    [
+        ({"tokens": torch.ones(9), "label": torch.tensor(0)}, r"'tokens': \[5\] and \[9\]"),
+        ({"tokens": torch.ones(5), "label": torch.tensor(True)}, "'label': torch.int64 and torch.bool"),
+    ],
+)
+@pytest.mark.parametrize("is_test", [False, True])
+def test_a_call_whose_samples_all_have_another_shape_names_them(
+    make: Callable[..., Plan], odd: Any, difference: str, is_test: bool
+) -> None:
+    plan = make(training={"batch_size": 1}, pod={"replicas": 1, "num_instances": 1})
+    leg, samples = plan.next_leg(0), [{"tokens": torch.ones(5), "label": torch.tensor(0)}] * 1437
+    order = epoch_order(plan.config.training.seed, 0, len(samples))
+    found = 9 if is_test else int(order[2])
+    samples[found] = odd
+    feed = Feed(plan, plan.placement.instances[0], SampleSource("t", (samples, samples[:20]), 0))
+    split, first = ("test", 0) if is_test else ("training", int(order[0]))
+    message = rf"^{split} samples {first} and {found} have different shapes or types: {difference}; .*pad_collate"
+    with contextlib.closing(feed), pytest.raises(ConfigError, match=message):
+        list(feed.evaluation_calls() if is_test else feed.calls(leg))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Iterator, List
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypod.datasets import loading
+from raypod.datasets import arrays, loading
 from raypod.datasets.arrays import load_mapped
 from raypod.datasets.loaders import SampleLoader
 from raypod.datasets.loading import map_ahead, prefetch, reading, timed
@@ -171,7 +172,10 @@ def test_the_error_of_an_odd_sample_of_a_task_has_its_index(odd: Any, message: s
         list(loader.load([(0, np.arange(4))]))
 
 
-def test_a_mapped_file_that_is_truncated_is_an_error_instead_of_a_sigbus(tmp_path: Path) -> None:
+def test_a_mapped_file_that_is_truncated_is_an_error_instead_of_a_sigbus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "_mapped", weakref.WeakKeyDictionary())  # later tests read samples, too
     file = tmp_path / "images.npy"
     np.save(str(file), np.zeros(10_000))
     array = load_mapped(file)

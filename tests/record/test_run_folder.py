@@ -184,6 +184,20 @@ def test_a_full_disk_leaves_the_files_of_a_run_unchanged(folder: Path, capsys: p
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
+def test_the_same_command_continues_also_if_the_run_from_which_it_began_is_gone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--resume", str(folder / "checkpoints" / "update-00000002"), "--run-dir", str(tmp_path / "next")]
+    assert command(*flags, "--updates", "4") == 0
+    shutil.move(str(folder), str(tmp_path / "moved"))
+    for updates in (5, 6):
+        make_unfinished(tmp_path / "next")
+        assert command(*flags, "--updates", str(updates)) == 0
+        assert summary_of(tmp_path / "next")["updates"] == updates
+    assert command(*flags[:2], "--run-dir", str(tmp_path / "moved"), "--updates", "5") == 2
+    assert "there is no such run folder or checkpoint" in capsys.readouterr().err
+
+
 def test_a_run_that_ends_after_a_rollback_has_the_metrics_of_its_last_update(make: Callable[..., Plan]) -> None:
     plan = make()
     metrics, folder = MetricsAggregator(plan, 0.0), Path(plan.run_dir)
