@@ -356,6 +356,17 @@ def test_activations_are_those_of_the_plans_micro_batch(make: Any) -> None:
     assert memory[1].weights == memory[0].weights
 
 
+def test_a_model_that_fits_only_as_one_of_several_replicas_fits(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ipu = {"replicated_tensor_sharding": ["optimizer"], "sharding_min_elements": 0}
+    training = {"model": "resnet14", "optimizer": "adamw", "batch_size": 1}
+    plan = make(ipu=ipu, training=training, pod={"replicas": 4, "num_instances": 1})
+    (needed,) = inspect(plan).memory
+    body, code_share = needed.total - needed.code, needed.code / needed.available
+    monkeypatch.setattr("poptorch.device.memory_estimate.MEMORY_BYTES", 1.01 * body / (1 - code_share))
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+    assert 0.98 < inspect(plan).memory[0].share < 1
+
+
 def test_a_bar_that_is_longer_than_the_memory_says_so(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (ipu,) = inspect(make()).memory
     for share, figure, end in (

@@ -13,7 +13,7 @@ from poptorch.device import convolution, memory_format
 from poptorch.device.arguments import Arguments, BatchLayout, synthetic_inputs
 from poptorch.device.compilation import Trace, TraceSettings, trace
 from poptorch.device.memory import DeviceMemory
-from poptorch.device.memory_estimate import IpuMemory, Stages, Usage, check_memory, estimate_memory, merged
+from poptorch.device.memory_estimate import IpuMemory, Stages, Usage, check_compiled, estimate_memory, merged
 from poptorch.device.numerics import rounds_stochastically
 from poptorch.device.operator_check import NeedsGradients
 from poptorch.device.outputs import FINAL_LOSS_SCALE, AnchorOutputs, OutputCollector, anchors_of, check_output_period
@@ -117,7 +117,7 @@ class Program:
         self.call_s = 0.0
         self.rng_state = [options.random_seed if options.exists("random_seed") else torch.initial_seed(), 0]
         if not self.is_training:
-            check_memory(self.estimated_memory())
+            check_compiled(self.estimated_memory)
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Run one call on the tensors of the arguments and return what `forward` returns, by the output mode.
@@ -300,7 +300,7 @@ class TrainingProgram(Program):
             buffers,
             self.traced.has_half,
         )
-        check_memory(self.estimated_memory())
+        check_compiled(self.estimated_memory)
         has_several_updates = self.layout.device_iterations > 1
         self._transaction = CallTransaction(self.memory, self.optimizer, self._replicas, buffers, has_several_updates)
 
