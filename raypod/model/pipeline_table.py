@@ -130,7 +130,7 @@ def compiled(plan: Plan, task: Any) -> Any:
     """Return the training model of one replica, compiled for a small micro-batch. ConfigError as `inspect_pipeline`."""
     import poptorch
     import torch
-    from poptorch.device.memory_estimate import unchecked_memory
+    from poptorch.device.compilation import inspection
 
     from raypod.model import optimizers, program, sdk_options
 
@@ -141,7 +141,7 @@ def compiled(plan: Plan, task: Any) -> Any:
     options.showCompilationProgressBar(False)
     sdk_options.make_calls(options, config)
     samples = _samples(plan) * plan.geometry.gradient_accumulation
-    with user_code.reported(config.model_name), unchecked_memory():  # of one replica, and of another micro-batch
+    with user_code.reported(config.model_name), inspection():
         batch = task.example(samples)
         network = program.finish_network(plan, task.network(batch))
         step = program.TrainingStep(task, plan.task.metrics, network, torch.nn.Identity()).train()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import inspect
-from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -24,6 +26,8 @@ from poptorch.parallel.placement import Placement, Sizes, place
 from poptorch.parallel.tracing import StageRecorder
 from poptorch.python_state import Changes, TracedState
 from poptorch.pytree import TreeSpec, flatten
+
+_IS_INSPECTION = contextvars.ContextVar("_IS_INSPECTION", default=False)
 
 
 class TraceSettings(NamedTuple):
@@ -78,6 +82,21 @@ class Trace(NamedTuple):
     activations: Tuple[StageActivations, ...]
 
 
+@contextlib.contextmanager
+def inspection() -> Iterator[None]:
+    """Context of compiling models that never run: no backward pass is tried, and their memory is not judged."""
+    token = _IS_INSPECTION.set(True)
+    try:
+        yield
+    finally:
+        _IS_INSPECTION.reset(token)
+
+
+def is_inspection() -> bool:
+    """Return whether a model that is compiled never runs."""
+    return _IS_INSPECTION.get()
+
+
 def trace(
     scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.Tensor], settings: TraceSettings
 ) -> Trace:
@@ -126,7 +145,7 @@ def trace(
             loss = _final_loss(mode.marks)
             trained = _trained(scratch, loss)
             with half:
-                backward_draws = generator.has_drawn_so_far() and _backward_draws(loss)
+                backward_draws = generator.has_drawn_so_far() and not is_inspection() and _backward_draws(loss)
     loss_output = _loss_output(outputs, mode)
     return Trace(
         structure=structure,

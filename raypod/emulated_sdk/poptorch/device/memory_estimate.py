@@ -6,10 +6,8 @@ fixed share of the memory here.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
-from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -25,7 +23,6 @@ MEMORY_BYTES = 918_000_000  # of a Mk2 IPU: 1472 tiles with 624 kB each, in deci
 CODE_SHARE = 0.2  # of the memory, for code, exchange and buffers of streams: calibrated, see the documentation
 WARNING_SHARE = 0.85
 _RESIDENT_SIZE = 2**16  # tensors of fewer elements stay on the chip (inferred)
-_is_checked = contextvars.ContextVar("_is_checked", default=True)
 
 # Values of PopART's `autoRecomputation`.
 _STANDARD, _NORM_ONLY, _PIPELINE, _ALL = 1, 2, 3, 4
@@ -121,22 +118,6 @@ def estimate_memory(
         )
         for ipu, stages in _by_ipu(placement).items()
     )
-
-
-@contextlib.contextmanager
-def unchecked_memory() -> Iterator[None]:
-    """Context of compiling a model of which the memory is not the one that counts, as that of one replica of several."""
-    token = _is_checked.set(False)
-    try:
-        yield
-    finally:
-        _is_checked.reset(token)
-
-
-def check_compiled(estimate: Callable[[], Sequence[IpuMemory]]) -> None:
-    """`check_memory` of a model that is compiled, unless within `unchecked_memory`."""
-    if _is_checked.get():
-        check_memory(estimate())
 
 
 def check_memory(ipus: Sequence[IpuMemory]) -> None:

@@ -11,9 +11,9 @@ import torch
 from poptorch.custom_operators.exchange import ReplicaExchange
 from poptorch.device import convolution, memory_format
 from poptorch.device.arguments import Arguments, BatchLayout, synthetic_inputs
-from poptorch.device.compilation import Trace, TraceSettings, trace
+from poptorch.device.compilation import Trace, TraceSettings, is_inspection, trace
 from poptorch.device.memory import DeviceMemory
-from poptorch.device.memory_estimate import IpuMemory, Stages, Usage, check_compiled, estimate_memory, merged
+from poptorch.device.memory_estimate import IpuMemory, Stages, Usage, check_memory, estimate_memory, merged
 from poptorch.device.numerics import rounds_stochastically
 from poptorch.device.operator_check import NeedsGradients
 from poptorch.device.outputs import FINAL_LOSS_SCALE, AnchorOutputs, OutputCollector, anchors_of, check_output_period
@@ -117,7 +117,7 @@ class Program:
         self.call_s = 0.0
         self.rng_state = [options.random_seed if options.exists("random_seed") else torch.initial_seed(), 0]
         if not self.is_training:
-            check_compiled(self.estimated_memory)
+            self._check_memory()
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Run one call on the tensors of the arguments and return what `forward` returns, by the output mode.
@@ -171,6 +171,10 @@ class Program:
     def rng_state(self, state: Sequence[int]) -> None:
         for replica in self._replicas:
             replica.seed, replica.micro_batches = state
+
+    def _check_memory(self) -> None:
+        if not is_inspection():
+            check_memory(self.estimated_memory())
 
     def estimated_memory(
         self,
@@ -300,7 +304,7 @@ class TrainingProgram(Program):
             buffers,
             self.traced.has_half,
         )
-        check_compiled(self.estimated_memory)
+        self._check_memory()
         has_several_updates = self.layout.device_iterations > 1
         self._transaction = CallTransaction(self.memory, self.optimizer, self._replicas, buffers, has_several_updates)
 
