@@ -330,7 +330,7 @@ def _find(where: str, verify: bool) -> ResumePoint:
             raise ConfigError(f"--resume {where}: {error}; its run folder may contain an older one") from None
         return ResumePoint(checkpoint, ())
     if not path.is_dir():
-        raise ConfigError(f"--resume {where}: there is no such run folder or checkpoint")
+        raise ConfigError(f"--resume {where}: {_near(where) or 'there is no such run folder or checkpoint'}")
     checkpoints = storage.checkpoints_folder(path)
     valid, damaged = newest_valid(checkpoints, verify)
     if valid is None:
@@ -342,8 +342,12 @@ def _find(where: str, verify: bool) -> ResumePoint:
 
 
 def _near(where: str) -> str:
-    """Return what a folder that is no run folder is, if run folders are in or above it; "" if not."""
+    """Return what a file or folder that is no run folder is, if run folders are in or above it; "" if not."""
     path = Path(where)
+    if path.is_file():
+        folder = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
+        is_known = storage.is_checkpoint(folder) or (folder / CONFIG_FILE).is_file()
+        return f"a file is no run folder; did you mean {folder}?" if is_known else ""
     if (path / CONFIG_FILE).is_file():
         return ""
     if path.name == CHECKPOINTS and (path.parent / CONFIG_FILE).is_file():

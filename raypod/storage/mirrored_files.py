@@ -10,6 +10,7 @@ from raypod.plan.config import CHECKPOINTS
 from raypod.remote.errors import StorageError
 from raypod.remote.store import Store
 from raypod.storage import run_files
+from raypod.storage.index import Content
 from raypod.storage.remote_index import RemoteIndex
 from raypod.storage.run_files import Snapshot, Version
 
@@ -19,12 +20,14 @@ class MirroredFiles:
 
     Attributes:
         uploads: how many files were uploaded.
+        damaged: errors of files of this host that cannot be read and were passed over, by their names.
     """
 
     def __init__(self, run_dir: Path, store: Store, index: RemoteIndex) -> None:
         self._run_dir, self._store, self._index = run_dir, store, index
         self._done: Dict[str, Version] = {}  # what is on the storage
         self.uploads = 0
+        self.damaged: Dict[str, OSError] = {}
 
     def pending(self) -> List[str]:
         """Return the names of the files whose newest version is not on the storage."""
@@ -40,7 +43,7 @@ class MirroredFiles:
                 del self._done[name]
 
     def sync(self, names: Iterable[str]) -> None:
-        """Upload files of the run folder; those that do not exist any more are skipped.
+        """Upload files of the run folder; those that do not exist any more, or cannot be read, are skipped.
 
         Raises:
             PlaceTaken: another run has the place on the storage.
@@ -48,14 +51,18 @@ class MirroredFiles:
         """
         with contextlib.ExitStack() as stack:
             snapshots: Dict[str, Snapshot] = {}
+            contents: Dict[str, Content] = {}
             for name in names:
-                snapshot = run_files.opened(self._run_dir / name)
-                if snapshot is not None:
-                    snapshots[name] = snapshot
+                try:
+                    snapshot = run_files.opened(self._run_dir / name)
+                    if snapshot is None:
+                        continue
                     stack.callback(snapshot.close)
+                    contents[name], snapshots[name] = snapshot.content(), snapshot
+                except OSError as error:  # it must not keep the others, and the checkpoints, from the storage
+                    self.damaged[name] = OSError(error.errno, error.strerror, name)
             if not snapshots:
                 return
-            contents = {name: snapshot.content() for name, snapshot in snapshots.items()}
             self._index.check()
             self._index.announce(contents)
             for name, snapshot in snapshots.items():

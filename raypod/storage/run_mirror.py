@@ -62,7 +62,7 @@ class RunMirror:
         self.is_taken = False
 
     def follow(self, commands: Commands) -> bool:
-        """Mirror the run until it ends. Return whether everything is on the storage: no checkpoint here is damaged.
+        """Mirror the run until it ends. Return whether everything is on the storage: nothing here is damaged.
 
         Errors of the storage are repeated without end: the coordinator ends this process.
         """
@@ -107,6 +107,7 @@ class RunMirror:
         is_thorough = bool(saved) or self._is_new or commands.has_ended
         if is_thorough:
             self._files.audit()
+        self._files.damaged = {}  # they are read again
         # The metrics before the checkpoint: a run that resumes from it finds every line before it.
         self._files.sync(self._files.pending())
         self._remember(pending=self._pending())
@@ -121,9 +122,9 @@ class RunMirror:
         """Upload `summary.json` with the counts of the mirror, and the index."""
         is_summarized = (self._run_dir / SUMMARY).is_file()
         if is_summarized:
-            found = dataclasses.replace(self._counted(), pending=tuple(self._checkpoints.damaged))
+            found = dataclasses.replace(self._counted(), pending=tuple(self._damaged))
             add_to_summary(self._run_dir, found, self._store.url)
-        self._remember(pending=[*self._checkpoints.damaged, *([SUMMARY] if is_summarized else [])])
+        self._remember(pending=[*self._damaged, *([SUMMARY] if is_summarized else [])])
 
         def upload() -> None:
             self._store.is_busy = True
@@ -131,14 +132,19 @@ class RunMirror:
             self._index.write()
 
         self._retried(upload, commands)
-        self._remember(**self._left(), is_complete=not self._checkpoints.damaged)
+        self._remember(**self._left(), is_complete=not self._damaged)
+
+    @property
+    def _damaged(self) -> Dict[str, Exception]:
+        """The errors of what cannot be read on this host, by name."""
+        return {**self._checkpoints.damaged, **self._files.damaged}
 
     def _pending(self) -> List[str]:
         return [*self._files.pending(), *self._checkpoints.pending(), *self._checkpoints.damaged]
 
     def _left(self) -> Dict[str, Any]:
-        """Return what is to be remembered after uploads: nothing is missing except damaged checkpoints of this host."""
-        damaged = self._checkpoints.damaged
+        """Return what is to be remembered after uploads: nothing is missing except what is damaged on this host."""
+        damaged = self._damaged
         error = describe(next(iter(damaged.values()))) if damaged else ""
         return {"pending": list(damaged), "error": error, **({"last_error": error} if damaged else {})}
 

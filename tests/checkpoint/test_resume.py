@@ -146,6 +146,12 @@ def test_a_folder_of_runs_or_of_checkpoints_is_an_error_that_names_the_run(
         find(make, "runs/older/checkpoints/")
     with pytest.raises(ConfigError, match="runs/older/checkpoints contains no checkpoint; repeat the command that"):
         find(make, "runs/older")
+    (tmp_path / "runs" / "older" / "checkpoints" / "LATEST").touch()
+    for name in ("config.yaml", "checkpoints/LATEST"):
+        with pytest.raises(ConfigError, match=rf"{name}: a file is no run folder; did you mean runs/older\?$"):
+            find(make, f"runs/older/{name}")
+    with pytest.raises(ConfigError, match="elsewhere: there is no such run folder or checkpoint$"):
+        find(make, "runs/elsewhere")
 
 
 def test_the_message_about_a_finished_training_names_all_that_is_needed_to_continue_it(make: Make) -> None:

@@ -240,6 +240,33 @@ def test_invalid_arguments_are_an_error(call: Any, message: str) -> None:
         call()
 
 
+X = torch.ones(4)
+
+
+@pytest.mark.usefixtures("single_rank")
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: hvd.allreduce(X, name=5), TypeError, "name is a string or None, got 5"),
+        (lambda: hvd.broadcast_object(X, name=5), TypeError, "name is a string or None"),
+        (lambda: hvd.allgather_object(X, name=5), TypeError, "name is a string or None"),
+        (lambda: hvd.allreduce(X, compression=None), AttributeError, "compression is hvd.Compression.none"),
+        (lambda: hvd.allreduce(X, op=1.0), TypeError, "op is an integer, got 1.0"),
+        (lambda: hvd.allreduce(X, prescale_factor="2"), TypeError, "prescale_factor is a number, got '2'"),
+        (lambda: hvd.reducescatter(X, postscale_factor="2"), TypeError, "postscale_factor is a number"),
+        (lambda: hvd.allreduce(X, prescale_factor=float("nan")), HorovodInternalError, "prescale_factor is NaN"),
+        (lambda: hvd.broadcast(X, 0.0), TypeError, "root_rank is an integer, got 0.0"),
+        (lambda: hvd.grouped_allreduce_async_(iter([X])), TypeError, "takes a list or tuple of tensors"),
+        (lambda: hvd.grouped_allreduce_async([]), ValueError, "needs at least one tensor"),
+        (lambda: hvd.join("x"), TypeError, "device is an integer, got 'x'"),
+    ],
+)
+def test_what_horovods_python_or_its_binding_rejects_is_an_error(call: Any, error: Any, message: str) -> None:
+    hvd.init()
+    with pytest.raises(error, match=message):
+        call()
+
+
 @pytest.mark.usefixtures("single_rank")
 def test_sparse_tensors_are_added_only() -> None:
     matrix = torch.eye(2).to_sparse()

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import List, Optional
+from typing import Any, List, Optional
 
 import pytest
 
@@ -138,6 +138,31 @@ def test_a_damaged_checkpoint_is_named_and_blocks_nothing(
         save(run, damaged)
         assert mirror(run, url, kept=Retention(2)).is_complete
         assert whole_checkpoints(url, "a run", tmp_path / "again") == names[-2:]
+
+
+@pytest.mark.parametrize("is_passing", [False, True])
+def test_a_file_that_cannot_be_read_is_named_and_blocks_nothing(
+    run: Path, url: str, remote: Path, monkeypatch: pytest.MonkeyPatch, is_passing: bool
+) -> None:
+    content, is_bad = run_files.Snapshot.content, True
+
+    def read(self: run_files.Snapshot) -> Any:
+        if is_bad and self.reader().name.endswith("metrics.jsonl"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return content(self)
+
+    def end() -> None:
+        nonlocal is_bad
+        assert memory.read(run).pending == ("metrics.jsonl",)
+        assert memory.read(run).error.endswith("Input/output error: 'metrics.jsonl'")
+        is_bad = not is_passing
+
+    monkeypatch.setattr(run_files.Snapshot, "content", read)
+    found = mirror(run, url, script=Script(lambda: save(run, 1), end))
+    assert (found.is_complete, found.pending) == (is_passing, () if is_passing else ("metrics.jsonl",))
+    missing = different_files(run, remote / "a run")
+    assert missing == (set() if is_passing else {"metrics.jsonl"})
+    assert summary_of(remote / "a run")["storage"]["not_mirrored"] == list(found.pending)
 
 
 def test_an_evaluation_replaces_only_the_manifest_and_other_weights_the_checkpoint(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import warnings
 from typing import Any, FrozenSet, List, Optional, Sequence
 
@@ -29,6 +31,39 @@ def check_tensors(tensors: Tensors, dtypes: FrozenSet[torch.dtype], rows_for: st
             raise ValueError(f"{rows_for} uses the first dimension; a 0-d tensor has none: use reshape(1)")
 
 
+def checked_integer(value: Any, parameter: str) -> int:
+    """Return the integer; TypeError for another type, of which Horovod's binding does not take the value either."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{parameter} is an integer, got {value!r}") from None
+
+
+def checked_factor(value: Any, parameter: str) -> float:
+    """Return the number; TypeError for another type, also for text, which `float` would read.
+
+    HorovodInternalError for NaN: Horovod finds that the ranks disagree, as it is unequal to itself.
+    """
+    if isinstance(value, (str, bytes, bytearray)):
+        raise TypeError(f"{parameter} is a number, got {value!r}")
+    if math.isnan(value):
+        raise HorovodInternalError(f"{parameter} is NaN")
+    return float(value)
+
+
+def checked_compression(compression: Any) -> Any:
+    """Return the compression; AttributeError if it cannot compress."""
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise AttributeError(f"compression is hvd.Compression.none or hvd.Compression.fp16, got {compression!r}")
+    return compression
+
+
+def check_name(name: Any) -> None:
+    """Raise TypeError unless it is None or text."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name is a string or None, got {name!r}")
+
+
 def reject_adasum(op: int) -> None:
     """Raise NotImplementedError for Adasum."""
     if op == ReduceOp.Adasum:
@@ -48,15 +83,20 @@ def chosen_op(op: Optional[int], average: Optional[bool]) -> int:
 
 
 def checked_op(op: int) -> ReduceOp:
-    """Return the reduction; HorovodInternalError if it does not exist."""
+    """Return the reduction; HorovodInternalError if it does not exist, TypeError if it is no integer."""
     reject_adasum(op)
-    if op not in list(ReduceOp):
+    number = checked_integer(op, "op")
+    if number not in list(ReduceOp):
         raise HorovodInternalError(f"Reduction op type not supported: {op!r}")
-    return ReduceOp(op)
+    return ReduceOp(number)
 
 
 def checked_root(root_rank: int, ranks: Sequence[int]) -> int:
-    """Return the index of the rank among those of the process set; ValueError if it does not belong to it."""
+    """Return the index of the rank among those of the process set; ValueError if it does not belong to it.
+
+    TypeError if it is no integer.
+    """
+    root_rank = checked_integer(root_rank, "root_rank")
     if root_rank not in ranks:
         raise ValueError(f"broadcast received invalid root rank {root_rank} for provided process set {list(ranks)}")
     return ranks.index(root_rank)

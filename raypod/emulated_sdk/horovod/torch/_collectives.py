@@ -21,6 +21,8 @@ from horovod.torch._checks import (
     MOVED,
     REDUCED,
     check_tensors,
+    checked_compression,
+    checked_factor,
     checked_op,
     checked_root,
     checked_splits,
@@ -72,8 +74,6 @@ class Collective:
 
     def run(self, tensors: Tensors) -> Any:
         """Run the collective into new tensors and return them; gradients flow through the results."""
-        if not tensors:
-            raise ValueError(f"{self.kind} needs at least one tensor")
         if self.compression is None:
             return _apply(self, tensors)
         packed = [self.compression.compress(tensor) for tensor in tensors]
@@ -107,8 +107,8 @@ class Allreduce(Collective):
         postscale_factor: float = 1.0,
         process_set: Any = global_process_set,
     ) -> None:
-        super().__init__(kind, name, process_set, compression)
-        self.op, self.factors = chosen_op(op, average), (prescale_factor, postscale_factor)
+        super().__init__(kind, name, process_set, checked_compression(compression))
+        self.op, self.factors = chosen_op(op, average), _factors(prescale_factor, postscale_factor)
 
     def make(self, inputs: Tensors, outputs: Optional[Tensors], ranks: List[int]) -> _Make:
         op = checked_op(self.op)
@@ -116,7 +116,7 @@ class Allreduce(Collective):
         return lambda key: operations.Allreduce(key, inputs, outputs, op, self.factors)
 
     def backward(self, gradients: Tensors) -> Tensors:
-        call = Allreduce(self.kind, None, None, None, self.op, *self.factors, self.process_set)
+        call = Allreduce(self.kind, None, None, Compression.none, self.op, *self.factors, self.process_set)
         return list(call.run(gradients))
 
 
@@ -234,8 +234,8 @@ class Reducescatter(Collective):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> None:
-        super().__init__(kind, name, process_set, compression)
-        self.op, self.factors = op, (prescale_factor, postscale_factor)
+        super().__init__(kind, name, process_set, checked_compression(compression))
+        self.op, self.factors = op, _factors(prescale_factor, postscale_factor)
 
     def make(self, inputs: Tensors, outputs: Optional[Tensors], ranks: List[int]) -> _Make:
         op = checked_op(self.op)
@@ -297,7 +297,7 @@ def collective_function(
         if len(arguments) < len(args) + len(kwargs) or not required <= arguments.keys() <= signature.parameters.keys():
             signature.bind(*args, **kwargs)  # raises TypeError; too slow for every call
         given = arguments.pop(first)
-        tensors = given if grouped else [given]
+        tensors = _checked_group(given, kind) if grouped else [given]
         call = call_type(kind, **arguments)
         if not in_place and not asynchronous:
             return call.unpack(call.run(tensors))
@@ -312,6 +312,19 @@ def collective_function(
     notes = "\n\n".join(_NOTES[flag] for flag, is_set in flags.items() if is_set)
     public.__doc__ = f"{inspect.cleandoc(call_type.__doc__ or '')}\n\n{notes}".rstrip()
     return function
+
+
+def _checked_group(tensors: Any, kind: str) -> Tensors:
+    """Return the tensors; TypeError for another type than a list or tuple, ValueError if there is none."""
+    if not isinstance(tensors, (list, tuple)):
+        raise TypeError(f"{kind} takes a list or tuple of tensors, got a {type(tensors).__name__}")
+    if not tensors:
+        raise ValueError(f"{kind} needs at least one tensor")
+    return tensors
+
+
+def _factors(prescale_factor: Any, postscale_factor: Any) -> Tuple[float, float]:
+    return checked_factor(prescale_factor, "prescale_factor"), checked_factor(postscale_factor, "postscale_factor")
 
 
 def broadcast_all(tensors: Tensors, names: Sequence[str], root_rank: int) -> int:

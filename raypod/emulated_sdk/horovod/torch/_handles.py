@@ -6,6 +6,7 @@ import itertools
 import os
 from typing import Any, Callable, Dict, NamedTuple, Optional
 
+from horovod.torch._checks import check_name
 from horovod.torch._engine import Engine
 from horovod.torch._operations import Operation
 
@@ -32,8 +33,10 @@ def submit(
 
     Raises:
         HorovodInternalError: Horovod has been shut down.
+        TypeError: the name is no text.
         ValueError: an operation of that name is pending.
     """
+    check_name(name)
     handle = next(_next_handle)
     _submitted[handle] = _Submitted(engine, engine.submit(make, kind, name), convert)
     return handle

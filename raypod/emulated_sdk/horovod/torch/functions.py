@@ -13,6 +13,7 @@ from _pod.store_protocol import PROOF_BYTES, content_proof
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch._basics import rank
+from horovod.torch._checks import check_name
 from horovod.torch._collectives import broadcast_all
 from horovod.torch._handles import synchronize
 from horovod.torch._process_sets import ProcessSet, engine_of, global_process_set
@@ -88,7 +89,7 @@ def broadcast_object(
     Raises:
         HorovodInternalError: what has arrived does not prove that a process of this pod has sent it; it is not read.
     """
-    name = type(obj).__name__ if name is None else name
+    name = _name_of(obj, name)
     is_root = rank() == root_rank
     context = engine_of(process_set, "broadcast").next_object(f"broadcast of {name} from {root_rank}")
     content = _pickled(obj, context) if is_root else torch.empty(0, dtype=torch.uint8)
@@ -102,13 +103,19 @@ def broadcast_object(
 
 def allgather_object(obj: Any, name: Optional[str] = None) -> List[Any]:
     """Return the objects of all ranks, by rank, transferred by pickle; errors as of `broadcast_object`."""
-    name = type(obj).__name__ if name is None else name
+    name = _name_of(obj, name)
     context = engine_of(global_process_set, "allgather").next_object(f"allgather of {name}")
     content = _pickled(obj, f"{context} from {rank()}")
     lengths = allgather(torch.tensor([content.numel()]), f"{name}.sz").tolist()
     gathered = allgather(content, f"{name}.t")
     pieces = gathered.split_with_sizes(lengths)
     return [_unpickled(piece, f"{context} from {index}") for index, piece in enumerate(pieces)]
+
+
+def _name_of(obj: Any, name: Optional[str]) -> str:
+    """Return the name of the operations, by default that of the type; TypeError if it is no text."""
+    check_name(name)
+    return type(obj).__name__ if name is None else name
 
 
 def _pickled(obj: Any, context: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import _basics, _build
 from horovod.torch._basics import *  # noqa: F403  # every name of its __all__
 from horovod.torch._build import *  # noqa: F403
+from horovod.torch._checks import checked_integer
 from horovod.torch._collectives import (
     Allgather,
     Allreduce,
@@ -101,8 +102,10 @@ grouped_reducescatter_async: _Async = collective_function(Reducescatter, grouped
 def join(device: int = -1) -> int:
     """Report that this rank has no more data, wait until all ranks have, and return the last rank to join.
 
-    Until then this rank contributes zeros to the others' allreduces; their other collectives fail. `device` is unused.
+    Until then this rank contributes zeros to the others' allreduces; their other collectives fail. `device` is an
+    integer and has no effect: TypeError otherwise.
     """
+    checked_integer(device, "device")
     return int(synchronize(submit(engine_of(global_process_set, "join"), "join", None, lambda key: Join())))
 
 
