@@ -15,7 +15,7 @@ from raypod.plan.config import IMAGE_TASKS, Config
 from raypod.plan.values import parse_size
 
 _USAGE = (
-    "raypod pack [--shard-size SIZE] FOLDER OUT\n"
+    "raypod pack [--shard-size SIZE] [--columns NAMES] FOLDER OUT\n"
     "       raypod pack [--shard-size SIZE] --dataset MODULE:FUNCTION [--data-dir DIR] OUT\n"
     "       raypod pack [--shard-size SIZE] --task MODULE:CLASS [options of the task] OUT\n"
     "       raypod pack --verify OUT"
@@ -23,8 +23,10 @@ _USAGE = (
 _DESCRIPTION = (
     "Pack data into a few large tar files, for disks on which many small files are slow, and for object stores. A "
     "folder of images, train/CLASS/* and val/CLASS/* (or test/): train with --dataset imagefolder --data-dir OUT. A "
-    "data set of your own, as --dataset of train: with --dataset shards --data-dir OUT. The data sets of a task, as "
-    "--task of train: with the same --task and --data-dir OUT."
+    "folder of Parquet files, train*.parquet and test*.parquet, or one that save_to_disk of Hugging Face's datasets "
+    "has written: with a --task of your own and --data-dir OUT. A data set of your own, as --dataset of train: with "
+    "--dataset shards --data-dir OUT. The data sets of a task, as --task of train: with the same --task and --data-dir "
+    "OUT."
 )
 _EPILOG = (
     "The tar files are WebDataset shards: 000000042.jpg and 000000042.cls are image and label of sample 42, or "
@@ -45,6 +47,9 @@ def pack(argv: Sequence[str]) -> int:
         flags.add_flags(parser, schema)
     else:
         parser.add_argument("words", nargs="*", metavar="FOLDER OUT", help="the data, and the folder of the shards")
+        parser.add_argument(
+            "--columns", metavar="NAMES", help="columns of tables that are packed, as x,label [default: all]"
+        )
         parser.add_argument("--dataset", metavar="MODULE:FUNCTION", help="data set of your own, as of raypod train")
         parser.add_argument("--task", metavar="MODULE:CLASS", help="task of your own, as of raypod train")
     parser.add_argument(
@@ -63,6 +68,7 @@ def pack(argv: Sequence[str]) -> int:
 
 def _pack_folder(args: Any) -> int:
     from raypod.datasets import packing, shards  # --help needs none of these
+    from raypod.datasets.tables import splits_in
 
     shard_bytes = _size_of(args.shard_size)
     if not args.words:
@@ -79,9 +85,16 @@ def _pack_folder(args: Any) -> int:
     if len(args.words) != 2:
         raise ConfigError("the folder of the shards is missing: raypod pack FOLDER OUT")
     target = _target(args.words[1])
-    with _progress("image") as progress:
-        found = packing.pack(folder, target, shard_bytes, progress)
-    _show_packed(target, found, "images")
+    tables = None if shards.is_packed(folder) else splits_in(folder, args.columns and args.columns.split(","))
+    if tables is None and args.columns:
+        raise ConfigError(f"--columns has no effect on {folder}, which has no tables: omit it")
+    with _progress("image" if tables is None else "row") as progress:
+        if tables is None:
+            found = packing.pack(folder, target, shard_bytes, progress)
+        else:
+            splits = packing.splits_of(*tables)
+            found = packing.pack_samples(str(folder), splits, (), target, shard_bytes, progress)
+    _show_packed(target, found, "images" if tables is None else "samples")
     return 0
 
 
@@ -103,15 +116,15 @@ def _pack_samples(config: Config, target: Path, shard_bytes: int) -> int:
 
 def _samples_of(task: Any, name: str) -> Tuple[Any, Tuple[str, ...]]:
     """Return what is packed of a task, and the names of the classes of images."""
-    from raypod.datasets.packing import SamplesOfSplit
+    from raypod.datasets.packing import splits_of
 
     source = task.load()
     if not len(source.train):
         raise ConfigError(f"{name} has no training samples")
     train, test = (getattr(split, "uncollated", split) for split in (source.train, source.test))
-    packed = SamplesOfSplit(train, "training", None, source.check_sample)
-    splits = {"train": packed, "test": SamplesOfSplit(test, "test", packed.form, source.check_sample)}
-    return splits, tuple(task.class_names()) if task.config.task.name in IMAGE_TASKS else ()
+    return splits_of(train, test, source.check_sample), tuple(
+        task.class_names()
+    ) if task.config.task.name in IMAGE_TASKS else ()
 
 
 def _verify(folder: Path) -> int:

@@ -45,7 +45,7 @@ GROUPS: Dict[str, Dict[str, Command]] = {
     },
     "Data": {
         "pack": Command(
-            "pack images, a data set or the data of a task into a few large files", "raypod.commands.pack", "pack"
+            "pack images, a data set or the data of a task into large files", "raypod.commands.pack", "pack"
         ),
     },
     "Watch and control": {

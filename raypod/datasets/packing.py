@@ -250,6 +250,12 @@ class SamplesOfSplit:
             raise ConfigError(f"{name}: {summarize_exception(error)}{place_of(error)}") from error
 
 
+def splits_of(train: Any, test: Any, check: Optional[Check] = None) -> Dict[str, SamplesOfSplit]:
+    """Return two map-style data sets as `pack_samples` takes them; `check` is that of `SamplesOfSplit`."""
+    packed = SamplesOfSplit(train, "training", None, check)
+    return {"train": packed, "test": SamplesOfSplit(test, "test", packed.form, check)}
+
+
 class _Split:
     """A split that is being packed, with the arrays of its index."""
 
