@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from raypod.api.result import Result as Result
     from raypod.datasets.collate import pad_collate as pad_collate
     from raypod.datasets.samples import Arrays as Arrays
+    from raypod.datasets.tables import from_hf as from_hf
+    from raypod.datasets.tables import from_parquet as from_parquet
+    from raypod.datasets.tables import from_ray_data as from_ray_data
     from raypod.plan.config import Config as Config
     from raypod.plan.config import TaskOptions as TaskOptions
     from raypod.plan.metric import Metric as Metric
@@ -60,6 +63,9 @@ _MODULES = {  # of the names that are imported when they are used
     "Result": "raypod.api.result",
     "Arrays": "raypod.datasets.samples",
     "pad_collate": "raypod.datasets.collate",
+    "from_hf": "raypod.datasets.tables",
+    "from_parquet": "raypod.datasets.tables",
+    "from_ray_data": "raypod.datasets.tables",
     "Config": "raypod.plan.config",
     "TaskOptions": "raypod.plan.config",
     "Metric": "raypod.plan.metric",
@@ -98,6 +104,9 @@ __all__ = [
     "WeightsDiffer",
     "classification_details",
     "fit",
+    "from_hf",
+    "from_parquet",
+    "from_ray_data",
     "pad_collate",
     "run",
     "stream",

@@ -23,7 +23,7 @@ PACKAGES = {"PIL": "pillow", "yaml": "pyyaml", "mlflow": "mlflow-skinny"}
 # Modules that raypod contains, that an SDK or a user provides, or that only scripts/install_horovod.sh installs.
 NOT_PACKAGES = {"raypod", "_pod", "poptorch", "popdist", "popart", "poptorch_geometric", "horovod", "sitecustomize"}
 # Result.dataframe, Parquet files of predictions, and --model timm:NAME are for those who have these anyway.
-OPTIONAL = {"pandas", "pyarrow", "timm"}
+OPTIONAL = {"pandas", "timm"}
 # Packages that are declared for others, or as commands, and not imported.
 NOT_IMPORTED = {
     *("sqlalchemy", "alembic"),  # of MLflow's store

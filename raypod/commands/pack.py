@@ -2,70 +2,175 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Callable, Iterator, Sequence, Tuple
 
 from raypod.cli import FlagParser, counted, show
 from raypod.errors import ConfigError
+from raypod.host import sdk
+from raypod.plan import flags, resolve, user_code
+from raypod.plan.config import IMAGE_TASKS, Config
 from raypod.plan.values import parse_size
 
+_USAGE = (
+    "raypod pack [--shard-size SIZE] [--columns NAMES] FOLDER OUT\n"
+    "       raypod pack [--shard-size SIZE] --dataset MODULE:FUNCTION [--data-dir DIR] OUT\n"
+    "       raypod pack [--shard-size SIZE] --task MODULE:CLASS [options of the task] OUT\n"
+    "       raypod pack --verify OUT"
+)
 _DESCRIPTION = (
-    "Pack a folder of images, train/CLASS/* and val/CLASS/* (or test/), into a few large tar files, for disks on which "
-    "many small files are slow. Train with --dataset imagefolder --data-dir OUT."
+    "Pack data into a few large tar files, for disks on which many small files are slow, and for object stores. A "
+    "folder of images, train/CLASS/* and val/CLASS/* (or test/): train with --dataset imagefolder --data-dir OUT. A "
+    "folder of Parquet files, train*.parquet and test*.parquet, or one that save_to_disk of Hugging Face's datasets "
+    "has written: with a --task of your own and --data-dir OUT. A data set of your own, as --dataset of train: with "
+    "--dataset shards --data-dir OUT. The data sets of a task, as --task of train: with the same --task and --data-dir "
+    "OUT."
 )
 _EPILOG = (
-    "The tar files are WebDataset shards: 000000042.jpg and 000000042.cls are image and label of sample 42. OUT "
-    "appears when it is complete; an interrupted command leaves at most OUT.partial, which the next one replaces."
+    "The tar files are WebDataset shards: 000000042.jpg and 000000042.cls are image and label of sample 42, or "
+    "000000042.x.npy its entry x. OUT appears when it is complete; an interrupted command leaves at most OUT.partial, "
+    "which the next one replaces."
 )
+_OF_TRAIN = ("--dataset", "--task", "--config")  # with one of these, the data is that of a training
 
 
 def pack(argv: Sequence[str]) -> int:
-    """Pack an image folder, or verify a packed one."""
-    parser = FlagParser(prog="raypod pack", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("folder", metavar="FOLDER", help="the image folder; with --verify, the packed folder")
-    parser.add_argument("out", metavar="OUT", nargs="?", help="folder of the shards, which must not exist")
+    """Pack the data of a folder or of a training, or verify what was packed."""
+    parser = FlagParser(prog="raypod pack", usage=_USAGE, description=_DESCRIPTION, epilog=_EPILOG)
+    is_of_train = any(word.partition("=")[0] in _OF_TRAIN for word in argv) and not {"-h", "--help"} & set(argv)
+    if is_of_train:
+        from raypod.tasks.registry import schema_for
+
+        schema = schema_for(argv)
+        flags.add_flags(parser, schema)
+    else:
+        parser.add_argument("words", nargs="*", metavar="FOLDER OUT", help="the data, and the folder of the shards")
+        parser.add_argument(
+            "--columns", metavar="NAMES", help="columns of tables that are packed, as x,label [default: all]"
+        )
+        parser.add_argument("--dataset", metavar="MODULE:FUNCTION", help="data set of your own, as of raypod train")
+        parser.add_argument("--task", metavar="MODULE:CLASS", help="task of your own, as of raypod train")
     parser.add_argument(
         "--shard-size", metavar="SIZE", default="1GB", help="largest size of a shard, as 256MB [default: 1GB]"
     )
     parser.add_argument("--verify", action="store_true", help="compare every file of a packed folder with its checksum")
-    args = parser.parse_args(argv)
-    from tqdm import tqdm  # --help needs none of these
+    args = flags.parse_arguments(parser, argv)
+    if not is_of_train:
+        return _pack_folder(args)
+    words = [word for word in args.overrides if "=" not in word]
+    args.overrides = [word for word in args.overrides if "=" in word]
+    if len(words) != 1 or args.verify:
+        raise ConfigError("--dataset and --task take one folder, that of the shards: raypod pack --task mine:Task OUT")
+    return _pack_samples(resolve.resolve(args, schema), _target(words[0]), _size_of(args.shard_size))
 
-    from raypod.datasets import packing, shards
 
-    folder = Path(args.folder).expanduser()
-    try:
-        shard_bytes = parse_size(args.shard_size)
-    except ValueError as error:
-        raise ConfigError(f"--shard-size {args.shard_size}: {error}") from None
+def _pack_folder(args: Any) -> int:
+    from raypod.datasets import packing, shards  # --help needs none of these
+    from raypod.datasets.tables import splits_in
+
+    shard_bytes = _size_of(args.shard_size)
+    if not args.words:
+        raise ConfigError("the data is missing: raypod pack FOLDER OUT")
+    folder = Path(args.words[0]).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder")
-    bar: Any
     if args.verify:
-        if args.out is not None:
+        if len(args.words) != 1:
             raise ConfigError("--verify takes one folder, the packed one")
         if not shards.is_packed(folder):
             raise ConfigError(f"{folder} has no {shards.INDEX}: `raypod pack` has not written it")
-        index = shards.read_index(folder)
-        total = sum(shard.bytes for shard in index.shards)
-        with tqdm(total=total, unit="B", unit_scale=True, disable=None, file=sys.stderr) as bar:
-            shards.verify(folder, index, bar.update)
-        show(f"{folder}: {counted(len(index.shards), 'shard')}, {total / 1e9:.2f} GB, all checksums are right")
-        return 0
-    if args.out is None:
+        return _verify(folder)
+    if len(args.words) != 2:
         raise ConfigError("the folder of the shards is missing: raypod pack FOLDER OUT")
-    with tqdm(unit="image", disable=None, file=sys.stderr) as bar:
+    target = _target(args.words[1])
+    tables = None if shards.is_packed(folder) else splits_in(folder, args.columns and args.columns.split(","))
+    if tables is None and args.columns:
+        raise ConfigError(f"--columns has no effect on {folder}, which has no tables: omit it")
+    with _progress("image" if tables is None else "row") as progress:
+        if tables is None:
+            found = packing.pack(folder, target, shard_bytes, progress)
+        else:
+            splits = packing.splits_of(*tables)
+            found = packing.pack_samples(str(folder), splits, (), target, shard_bytes, progress)
+    _show_packed(target, found, "images" if tables is None else "samples")
+    return 0
+
+
+def _pack_samples(config: Config, target: Path, shard_bytes: int) -> int:
+    """Pack the data sets of a training."""
+    from raypod.datasets import packing
+    from raypod.tasks.registry import task_of  # imports torch
+
+    name = config.data.dataset if config.task.name in IMAGE_TASKS else config.task.name
+    if ":" not in name:
+        raise ConfigError(f"{name} is built in: name a data set or a task of your own, or pack a folder")
+    with sdk.importable(config.run.device), user_code.reported(name):
+        splits, classes = _samples_of(task_of(config), name)
+    with _progress("sample") as progress:
+        found = packing.pack_samples(name, splits, classes, target, shard_bytes, progress)
+    _show_packed(target, found, "images" if config.task.name in IMAGE_TASKS else "samples")
+    return 0
+
+
+def _samples_of(task: Any, name: str) -> Tuple[Any, Tuple[str, ...]]:
+    """Return what is packed of a task, and the names of the classes of images."""
+    from raypod.datasets.packing import splits_of
+
+    source = task.load()
+    if not len(source.train):
+        raise ConfigError(f"{name} has no training samples")
+    train, test = (getattr(split, "uncollated", split) for split in (source.train, source.test))
+    return splits_of(train, test, source.check_sample), tuple(
+        task.class_names()
+    ) if task.config.task.name in IMAGE_TASKS else ()
+
+
+def _verify(folder: Path) -> int:
+    from tqdm import tqdm
+
+    from raypod.datasets import shards
+
+    index = shards.read_index(folder)
+    total = sum(shard.bytes for shard in index.shards)
+    bar: Any
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None, file=sys.stderr) as bar:
+        shards.verify(folder, index, bar.update)
+    show(f"{folder}: {counted(len(index.shards), 'shard')}, {total / 1e9:.2f} GB, all checksums are right")
+    return 0
+
+
+def _target(word: str) -> Path:
+    return Path(word).expanduser()
+
+
+def _size_of(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"--shard-size {text}: {error}") from None
+
+
+@contextlib.contextmanager
+def _progress(unit: str) -> Iterator[Callable[[int, int], object]]:
+    """Show a bar; yield a function of what is done and of all."""
+    from tqdm import tqdm
+
+    bar: Any
+    with tqdm(unit=unit, disable=None, file=sys.stderr) as bar:
 
         def progress(written: int, total: int) -> None:
             bar.total = total
             bar.update(written - bar.n)
 
-        found = packing.pack(folder, Path(args.out).expanduser(), shard_bytes, progress)
+        yield progress
+
+
+def _show_packed(target: Path, found: Any, samples_are: str) -> None:
     show(
-        f"{args.out}: {found.train} training and {found.test} test images in {counted(found.shards, 'shard')}, "
+        f"{target}: {found.train} training and {found.test} test {samples_are} in {counted(found.shards, 'shard')}, "
         f"{found.bytes / 1e9:.2f} GB"
     )
     for line in found.skipped:
         show(line)
-    return 0

@@ -44,7 +44,9 @@ GROUPS: Dict[str, Dict[str, Command]] = {
         "bundle": Command("write a folder of wheels for hosts without an index", "raypod.pod.bundle", "bundle"),
     },
     "Data": {
-        "pack": Command("pack a folder of images into a few large files", "raypod.commands.pack", "pack"),
+        "pack": Command(
+            "pack images, a data set or the data of a task into large files", "raypod.commands.pack", "pack"
+        ),
     },
     "Watch and control": {
         "status": Command("print the state of a run", "raypod.commands.runs", "status"),

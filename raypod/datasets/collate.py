@@ -18,19 +18,25 @@ Collate = Callable[[Sequence[Any]], Any]
 
 
 class Collated:
-    """A map-style data set whose samples have passed a collate function."""
+    """A map-style data set whose samples have passed a collate function.
+
+    Attributes:
+        uncollated: the data set before.
+    """
 
     def __init__(self, data: Any, collate: Collate) -> None:
-        self._data, self._collate = data, collate
+        self.uncollated, self._collate = data, collate
         self.fingerprint = getattr(data, "fingerprint", "")
-        self.draws_from_torch_only = getattr(data, "draws_from_torch_only", False)
+        self.files = getattr(data, "files", None)  # those of shards are downloaded
+        pads = isinstance(collate, PadCollate)  # another function may draw from any generator
+        self.draws_from_torch_only = pads and getattr(data, "draws_from_torch_only", False)
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self.uncollated)
 
     def __getitem__(self, index: int) -> Any:
         """Return the only sample of the batch that the function makes of sample `index`."""
-        batch = self._collate([self._data[index]])
+        batch = self._collate([self.uncollated[index]])
         if isinstance(batch, Mapping):
             return {name: values[0] for name, values in batch.items()}
         return tuple(values[0] for values in batch) if isinstance(batch, (tuple, list)) else batch[0]

@@ -130,11 +130,19 @@ def _root(config: Config) -> Path:
 
 def _packed(config: Config) -> Optional[Packed]:
     """Return what `raypod pack` has written, whose shards are complete; None for another folder."""
+    packed: Optional[Packed] = None
     if config.data.data_dir is not None and is_url(config.data.data_dir):
-        return StreamedShards(config)
-    root = _root(config)
-    if shards.is_packed(root):
-        return shards.PackedFolder(root)
+        packed = StreamedShards(config)
+    else:
+        root = _root(config)
+        packed = shards.PackedFolder(root) if shards.is_packed(root) else None
+    if packed is not None:
+        if packed.index.structure is not None:
+            raise ConfigError(
+                f"{packed} has no images of a folder: train with the --task whose data was packed, or with --dataset "
+                "shards"
+            )
+        return packed
     if config.data.shuffle_window is not None:
         raise ConfigError(
             f"--shuffle-window {config.data.shuffle_window}: {root} has no shards; omit it, or pack the images with "

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Iterator, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import numpy as np
 import torch
 
 from raypod.datasets.arrays import ArrayDataset, Splits
-from raypod.datasets.loading import EpochSamples
 from raypod.datasets.mixing import pair_words
-from raypod.datasets.shard_stream import StreamedFiles
 from raypod.datasets.source import FIRST, Batch, Source
 from raypod.datasets.transforms import activation_dtype, gather, normalize, resize
 from raypod.errors import ConfigError
@@ -27,29 +25,12 @@ class ImageSource(Source):
         self._config, self._splits, self.first = config, splits, config.data.first_sample
         self.train, self.test, self.fingerprint = splits.train, splits.test, splits.fingerprint
         self.is_in_memory = isinstance(splits.train, ArrayDataset)
-        self._streams = [each for each in map(_streamed, (self.train, self.test)) if each is not None]
         self._host_size = _host_size(splits, config.data.eight_bit_io, config.data.image_size)
 
     def gather(self, split: Any, samples: np.ndarray, seed_and_epoch: Optional[Tuple[int, int]]) -> Batch:
         """See `Source.gather`."""
         images, labels = gather(split, samples, self._splits.augmentation, seed_and_epoch, self._host_size)
         return self.to_device_format((torch.from_numpy(images), torch.from_numpy(labels)))
-
-    def prepared(self, split: Any, calls: Iterator[EpochSamples], behind: int) -> Iterator[EpochSamples]:
-        """See `Source.prepared`: the shards of a URL are downloaded."""
-        files = _streamed(split)
-        return calls if files is None else files.prepared(calls, behind)
-
-    def interrupt(self) -> None:
-        """See `Source.interrupt`."""
-        files = _streamed(self.train)
-        if files is not None:
-            files.interrupt()
-
-    def close(self) -> None:
-        """See `Source.close`."""
-        for files in self._streams:
-            files.close()
 
     def with_pairs(self, batch: Batch, samples: np.ndarray, micro_batch: int, seed_and_epoch: Tuple[int, int]) -> Batch:
         """See `Source.with_pairs`: mixup and cutmix."""
@@ -119,12 +100,6 @@ class ImageSource(Source):
             name = self._config.data.dataset
             raise ConfigError(f"--image-size {size} needs uint8 images, but those of {name} are {images.dtype}")
         return torch.from_numpy(resize(images.numpy(), (size, size)))
-
-
-def _streamed(split: Any) -> Optional[StreamedFiles]:
-    """Return the files of a split whose shards are at a URL; None for another one."""
-    files = getattr(split, "files", None)
-    return files if isinstance(files, StreamedFiles) else None
 
 
 def _is_image(image: Any) -> bool:

@@ -57,6 +57,7 @@ _BY_NAME: Dict[str, _Entry] = {
     "cifar10": _Entry("cifar", "CIFAR10", published=_CIFAR_SIZE, can_download=True),
     "cifar100": _Entry("cifar", "CIFAR100", published=_CIFAR_SIZE, can_download=True),
     "imagefolder": _Entry("image_folder"),
+    "shards": _Entry("packed_samples"),
     "imagenet": _Entry("image_folder", published=DatasetSize(1281167, 50000, is_published=True)),
 }
 

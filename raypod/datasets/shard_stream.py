@@ -229,7 +229,7 @@ class StreamedFiles(PackedFiles):
     def name(self, index: int) -> str:
         """See `Files.name`."""
         shard = self._shards[int(self._arrays["shards"][index])]
-        return f"{os.fsdecode(bytes(self._arrays['files'][index]))} ({self._url}/{shard.file}, sample {index})"
+        return self._named(index, f"{self._url}/{shard.file}")
 
     def _read_remote(self, shard: int, index: int) -> bytes:
         first, size = int(self._arrays["offsets"][index]), self.size(index)
@@ -348,7 +348,7 @@ class StreamedShards:
 
     def arrays(self) -> Dict[str, np.ndarray]:
         """Return the arrays of the index, as `shards.read_arrays`; they are downloaded once per host."""
-        return {name: self._array(name) for name in shards.array_names()}
+        return {name: self._array(name) for name in shards.array_names(self.index)}
 
     def files(self, split: str, arrays: Dict[str, np.ndarray]) -> StreamedFiles:
         """Return the files of a split."""

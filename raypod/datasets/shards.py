@@ -1,12 +1,13 @@
-"""Image folders packed into shards: WebDataset's tar files, and an index by which every sample can be read on its own.
+"""Data packed into shards: WebDataset's tar files, and an index by which every sample can be read on its own.
 
-    index.json          classes, the shards with their sizes and checksums, and the checksums of the arrays
-    index/NAME.npy      one row per sample of a split: file name, label, shard, offset, size, checksum
-    train/00000.tar     000000042.jpg, 000000042.cls, ...: the sample with index 42, and its label
+    index.json          classes, fields, the shards with their sizes and checksums, and the checksums of the arrays
+    index/NAME.npy      one row per sample of a split: shard, offset, size, checksum; of images also file name, label
+    train/00000.tar     of images 000000042.jpg, 000000042.cls, ...: the sample with index 42, and its label; of other
+                        samples 000000042.FIELD.npy for each of its fields (see `packed_samples`)
     val/00000.tar       likewise
 
-Samples have the order, and the file names, that they had in the folder: a run computes the same with both. Within the
-training shards their order is random, for programs that read them one after the other.
+Samples have the order, and images the file names, that they had where they come from: a run computes the same with
+both. Within the training shards their order is random, for programs that read them one after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import numpy as np
 import pydantic
 import xxhash
-from typing_extensions import Annotated
+from typing_extensions import Annotated, Literal
 
 from raypod.datasets.arrays import load_mapped
 from raypod.datasets.order import packed_order
@@ -31,7 +32,8 @@ from raypod.plan.config import Config
 INDEX, ARRAYS = "index.json", "index"
 FORMAT, VERSION = "raypod-shards", 1
 SPLITS = {"train": "train", "test": "val"}  # the folder of the shards of each split
-COLUMNS = ("files", "labels", "shards", "offsets", "sizes", "checksums")  # arrays of each split
+PLACES = ("shards", "offsets", "sizes", "checksums")  # arrays of each split
+COLUMNS = ("files", "labels", *PLACES)  # those of images
 _MAX_OPEN = 64  # shards per process
 _CHUNK_BYTES = 1 << 20
 # Of a file that someone else may have written: neither leads out of a folder.
@@ -53,6 +55,15 @@ class Shard(pydantic.BaseModel):
     samples: Optional[int] = None
 
 
+class Field(pydantic.BaseModel):
+    """An entry of every sample: its name, or its number in a tuple, and what it is as an object of Python."""
+
+    model_config = pydantic.ConfigDict(frozen=True)
+
+    name: str = pydantic.Field(pattern="^[A-Za-z0-9_-]{1,64}$")
+    kind: Literal["tensor", "array", "number"]
+
+
 class SplitIndex(pydantic.BaseModel):
     """The number of samples of a split, and its shards."""
 
@@ -66,7 +77,8 @@ class Index(pydantic.BaseModel):
     """The content of index.json.
 
     Attributes:
-        classes: their names, by label.
+        classes: their names, by label; empty for samples that are no labelled images.
+        structure, fields: of a sample that is not a file of an image.
         train, test: the splits.
         arrays: XXH3-128 of each file in `index/`, by its name.
     """
@@ -76,6 +88,8 @@ class Index(pydantic.BaseModel):
     format: str
     version: int
     classes: Tuple[str, ...]
+    structure: Optional[Literal["dict", "tuple", "single"]] = None
+    fields: Tuple[Field, ...] = ()
     train: SplitIndex
     test: SplitIndex
     arrays: Dict[str, Checksum]
@@ -84,6 +98,11 @@ class Index(pydantic.BaseModel):
     def shards(self) -> Tuple[Shard, ...]:
         """The shards of both splits."""
         return self.train.shards + self.test.shards
+
+    @property
+    def columns(self) -> Tuple[str, ...]:
+        """The names of the arrays of each split."""
+        return COLUMNS if self.structure is None else PLACES
 
 
 def is_packed(folder: Path) -> bool:
@@ -107,7 +126,7 @@ def parse_index(text: bytes, path: str) -> Index:
         form, version = content.get("format"), content.get("version")
         if form == FORMAT and version != VERSION:
             raise ConfigError(
-                f"{path} has version {version}, and this version of raypod reads version {VERSION}: pack the images "
+                f"{path} has version {version}, and this version of raypod reads version {VERSION}: pack the data "
                 "again with `raypod pack`, or install the version of raypod that has packed them"
             )
         if form != FORMAT:
@@ -145,19 +164,19 @@ def check_order(place: object, index: Index, arrays: Dict[str, np.ndarray]) -> N
     if not np.array_equal(np.asarray(arrays["train_shards"])[packed_order(index.train.samples)], expected):
         raise ConfigError(
             f"{place}: another program than `raypod pack` has distributed its samples over the shards: omit "
-            "--shuffle-window, or pack the images with `raypod pack`"
+            "--shuffle-window, or pack the data with `raypod pack`"
         )
 
 
-def array_names() -> List[str]:
+def array_names(index: Index) -> List[str]:
     """Return the names of the arrays in `index/`."""
-    return [f"{split}_{column}" for split in SPLITS for column in COLUMNS]
+    return [f"{split}_{column}" for split in SPLITS for column in index.columns]
 
 
 def read_arrays(folder: Path, index: Index) -> Dict[str, np.ndarray]:
     """Return the arrays by name, as train_labels, memory-mapped. ConfigError if one is missing or damaged."""
     arrays = {}
-    for name in array_names():
+    for name in array_names(index):
         path = folder / ARRAYS / f"{name}.npy"
         try:
             found = checksum_of(path)
@@ -244,9 +263,9 @@ class PackedFolder:
 def columns_of(
     index: Index, split: str, arrays: Dict[str, np.ndarray]
 ) -> Tuple[Tuple[Shard, ...], Dict[str, np.ndarray]]:
-    """Return the shards of a split, and its arrays by their names in `COLUMNS`."""
+    """Return the shards of a split, and its arrays by their names in `Index.columns`."""
     shards: Tuple[Shard, ...] = getattr(index, split).shards
-    return shards, {name: arrays[f"{split}_{name}"] for name in COLUMNS}
+    return shards, {name: arrays[f"{split}_{name}"] for name in index.columns}
 
 
 def window_notes(index: Index, window: Optional[int]) -> List[str]:
@@ -275,7 +294,7 @@ class PackedFiles:
     Args:
         folder: the packed folder.
         shards: of the split.
-        arrays: the columns of the split, by their names in `COLUMNS`.
+        arrays: the columns of the split, by their names in `Index.columns`.
     """
 
     def __init__(self, folder: Path, shards: Tuple[Shard, ...], arrays: Dict[str, np.ndarray]) -> None:
@@ -310,8 +329,13 @@ class PackedFiles:
 
     def name(self, index: int) -> str:
         """See `Files.name`."""
-        file = os.fsdecode(bytes(self._arrays["files"][index]))
-        return as_utf8(f"{file} ({self._paths[int(self._arrays['shards'][index])]}, sample {index})")
+        return self._named(index, self._paths[int(self._arrays["shards"][index])])
+
+    def _named(self, index: int, shard: str) -> str:
+        """Return the name of a sample, and where its shard is."""
+        if "files" not in self._arrays:
+            return as_utf8(f"sample {index} ({shard})")
+        return as_utf8(f"{os.fsdecode(bytes(self._arrays['files'][index]))} ({shard}, sample {index})")
 
     def _descriptor(self, shard: int) -> int:
         found = self._open.get(shard)

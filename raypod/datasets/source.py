@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from raypod.datasets.loading import NO_EPOCH, EpochSamples, SeededSamples, collated
+from raypod.datasets.shard_stream import StreamedFiles
 
 Batch = Tuple[torch.Tensor, ...]
 FIRST = "the first one"  # name of a sample
@@ -47,21 +48,28 @@ class Source(abc.ABC):
         raise NotImplementedError
 
     def prepared(self, split: Any, calls: Iterator[EpochSamples], behind: int) -> Iterator[EpochSamples]:
-        """Yield the same calls, each when its samples can be read; ReadFailed as for samples.
+        """Yield the same calls, each when its samples can be read: shards of a URL are downloaded.
+
+        ReadFailed as for samples.
 
         Args:
             split: `train` or `test`.
             calls: their samples.
             behind: calls whose samples may not be read yet when a later one is yielded.
         """
-        del split, behind  # all samples are there
-        return calls
+        files = _streamed(split)
+        return calls if files is None else files.prepared(calls, behind)
 
-    def interrupt(self) -> None:  # noqa: B027 - nothing waits
+    def interrupt(self) -> None:
         """End the waits of `prepared` for training samples, from another thread. An evaluation may follow."""
+        files = _streamed(self.train)
+        if files is not None:
+            files.interrupt()
 
-    def close(self) -> None:  # noqa: B027 - nothing was started
+    def close(self) -> None:
         """End what `prepared` has started."""
+        for files in filter(None, map(_streamed, (self.train, self.test))):
+            files.close()
 
     def with_pairs(self, batch: Batch, samples: np.ndarray, micro_batch: int, seed_and_epoch: Tuple[int, int]) -> Batch:
         """Return a training batch with what the device needs to mix the samples of a micro-batch.
@@ -97,3 +105,9 @@ class Source(abc.ABC):
         Raises:
             ConfigError: it cannot be used.
         """
+
+
+def _streamed(split: Any) -> Optional[StreamedFiles]:
+    """Return the files of a split whose shards are at a URL; None for another one."""
+    files = getattr(split, "files", None)
+    return files if isinstance(files, StreamedFiles) else None

@@ -7,6 +7,7 @@ from typing import Any, ContextManager
 import numpy as np
 
 from raypod.datasets.arrays import ArrayDataset, ImageShape, Splits, fingerprint_of, fingerprint_of_values
+from raypod.datasets.foreign import way_to_use
 from raypod.errors import ConfigError
 from raypod.plan import user_code
 from raypod.plan.config import Config
@@ -46,8 +47,9 @@ def load(config: Config) -> Splits:
         raise ConfigError(f"{name} must return (train, test) or (train, test, number of classes)")
     train, test = found[:2]
     for split, data in (("train", train), ("test", test)):
-        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-            raise ConfigError(f"{name}: the {split} split is not a map-style data set (no __len__ or __getitem__)")
+        other_kind = way_to_use(data)
+        if other_kind is not None:
+            raise ConfigError(f"{name}: the {split} split is {other_kind}")
     classes = found[2] if len(found) == 3 else config.data.classes
     if not isinstance(classes, (int, np.integer)) or classes < 1:
         raise ConfigError(f"{name} returned {classes!r} as the number of classes; it must be a positive integer")

@@ -10,6 +10,7 @@ from raypod.plan.config import (
     EFFICIENTNETS,
     IMAGE_FOLDERS,
     IMAGE_TASKS,
+    SHARDS,
     TORCHVISION_RESNETS,
     VISION_TRANSFORMERS,
     WITHOUT_FILES,
@@ -23,7 +24,8 @@ from raypod.plan.run_section import RunSection
 from raypod.plan.values import parse_interval
 
 # Keys of the section `data` that only images of folders have.
-OF_IMAGE_FOLDERS = ("jpeg_decoder", "policy", "random_erasing", "shuffle_window", "cache_size")
+OF_IMAGE_FOLDERS = ("jpeg_decoder", "policy", "random_erasing")
+OF_SHARDS = ("shuffle_window", "cache_size")  # those that only data in shards have
 
 
 def check_compatible(config: Config) -> None:
@@ -172,16 +174,20 @@ def _or(words: Sequence[str]) -> str:
 
 
 def _check_image_folder(config: Config) -> None:
-    """Raise ConfigError for a setting that only images of folders have."""
-    for key in OF_IMAGE_FOLDERS:
+    """Raise ConfigError for a setting that only images of folders, or data in shards, have."""
+    is_image_task = config.task.name in IMAGE_TASKS
+    of_shards = f"--dataset {_or((*IMAGE_FOLDERS, SHARDS))}" if is_image_task else "--data-dir"
+    folders = f"--dataset {_or(IMAGE_FOLDERS)}"
+    needs = {**dict.fromkeys(OF_IMAGE_FOLDERS, (config.decoder is not None, folders))}
+    needs.update(dict.fromkeys(OF_SHARDS, (config.reads_shards, of_shards)))
+    for key, (has_effect, needed) in needs.items():
         value = getattr(config.data, key)
-        if config.decoder is None and value != DataSection.model_fields[key].default:
-            flag, folders = f"--{key.replace('_', '-')} {value}", " or ".join(IMAGE_FOLDERS)
-            raise ConfigError(f"{flag} has no effect without --dataset {folders}: omit it")
+        if not has_effect and value != DataSection.model_fields[key].default:
+            raise ConfigError(f"--{key.replace('_', '-')} {value} has no effect without {needed}: omit it")
 
 
 def check_data_folder(config: Config) -> None:
-    """Raise ConfigError for a data folder that the data set does not read. A task of the user may read it."""
+    """Raise ConfigError for a data folder that the data set of images does not read."""
     data = config.data
     if data.data_dir is not None and data.dataset in WITHOUT_FILES and config.task.name in IMAGE_TASKS:
         raise ConfigError(

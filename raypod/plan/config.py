@@ -32,6 +32,7 @@ TIMM, TORCHVISION = "timm:", "torchvision:"  # begin the name of a model of that
 HF = "hf:"  # before the folder of a model of transformers
 LIBRARIES = (TIMM, TORCHVISION, HF)
 IMAGE_FOLDERS = ("imagefolder", "imagenet")  # data sets
+SHARDS = "shards"  # the data set of what `raypod pack --dataset` has written
 WITHOUT_FILES = ("digits", "synthetic")  # data sets that read no folder
 MAX_IMAGE_PIXELS = 89_478_485  # of an image file, as Pillow's own limit: 268 MB as RGB
 STREAM_WINDOW = 16  # default of `data.shuffle_window` with a URL
@@ -74,13 +75,13 @@ class DataSection(Section):
 
     dataset: str = Field(
         "digits",
-        description="digits, synthetic, cifar10, cifar100, imagefolder, imagenet, or module:function, as in mine:load "
-        "with def load(data_dir): return train, test, classes",
+        description="digits, synthetic, cifar10, cifar100, imagefolder, imagenet, shards, or module:function, as in "
+        "mine:load with def load(data_dir): return train, test, classes",
     )
     data_dir: Optional[str] = Field(
         None,
         description="folder of the data set's files, or the URL of what raypod pack has written, as in "
-        "s3://bucket/prefix; passed to module:function",
+        "s3://bucket/prefix, which replaces the data sets of a task; passed to module:function",
     )
     download: bool = Field(False, description="download the files of cifar10 or cifar100 if they are missing")
     cache_dir: Optional[str] = Field(
@@ -149,8 +150,11 @@ class DataSection(Section):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _window_of_stream(cls, values: Any) -> Any:
-        """Return the values with the window of images at a URL: a copy of them elsewhere has the same order then."""
-        if not isinstance(values, dict) or values.get("dataset") not in IMAGE_FOLDERS:
+        """Return the values with the window of data at a URL: a copy of them elsewhere has the same order then."""
+        if not isinstance(values, dict):
+            return values
+        # The shards of a task have no data set. One of images that reads no files rejects any data folder.
+        if values.get("dataset", WITHOUT_FILES[0]) not in (*IMAGE_FOLDERS, SHARDS, *WITHOUT_FILES):
             return values
         is_stream = is_url(str(values.get("data_dir") or "")) and values.get("shuffle_window") is None
         return {**values, "shuffle_window": STREAM_WINDOW} if is_stream else values
@@ -447,6 +451,13 @@ class Config(pydantic.BaseModel):
         """The package that decodes images each time they are loaded; None for other data."""
         decodes = self.task.name in IMAGE_TASKS and self.data.dataset in IMAGE_FOLDERS
         return self.data.jpeg_decoder if decodes else None
+
+    @property
+    def reads_shards(self) -> bool:
+        """Whether the data can be what `raypod pack` has written."""
+        if self.task.name in IMAGE_TASKS:
+            return self.data.dataset in (*IMAGE_FOLDERS, SHARDS)
+        return self.data.data_dir is not None
 
     @property
     def image_side(self) -> Optional[int]:

@@ -10,14 +10,17 @@ from raypod.plan.config import (
     IMAGE_CLASSIFICATION,
     IMAGE_FOLDERS,
     IMAGE_TASKS,
+    SHARDS,
     TORCHVISION_RESNETS,
     VISION_TRANSFORMERS,
 )
 
+# The keys of data in shards, which replace the data sets of a task of the user.
+SHARD_KEYS = ("data.data_dir", "data.cache_dir", "data.cache_size", "data.shuffle_window")
 # The keys that only the tasks of images have, besides the model of those of transformers.
 IMAGE_KEYS = (
-    *("data.dataset", "data.data_dir", "data.download", "data.cache_dir", "data.samples", "data.image", "data.classes"),
-    *("data.cache_size", "data.shuffle_window"),
+    *("data.dataset", "data.download", "data.samples", "data.image", "data.classes"),
+    *SHARD_KEYS,
     *("data.augment", "data.crop_padding", "data.flip", "data.image_size", "data.eight_bit_io"),
     *("data.policy", "data.rand_augment_ops", "data.rand_augment_magnitude", "data.random_erasing"),
     *("data.mixup_alpha", "data.cutmix_lambda_low", "data.cutmix_lambda_high", "data.cutmix_disable_prob"),
@@ -46,8 +49,8 @@ _NEEDS: Dict[str, Tuple[str, Optional[Tuple[Any, ...]]]] = {
     "data.classes": ("data.dataset", ("synthetic",)),
     "data.download": ("data.dataset", ("cifar10", "cifar100")),
     "data.jpeg_decoder": ("data.dataset", IMAGE_FOLDERS),
-    "data.cache_size": ("data.dataset", IMAGE_FOLDERS),
-    "data.shuffle_window": ("data.dataset", IMAGE_FOLDERS),
+    "data.cache_size": ("data.dataset", (*IMAGE_FOLDERS, SHARDS)),
+    "data.shuffle_window": ("data.dataset", (*IMAGE_FOLDERS, SHARDS)),
     "data.policy": ("data.dataset", IMAGE_FOLDERS),
     "data.rand_augment_ops": ("data.policy", ("rand-augment",)),
     "data.rand_augment_magnitude": ("data.policy", ("rand-augment",)),
@@ -92,6 +95,8 @@ def with_effect(settings: Mapping[str, Any]) -> Dict[str, Any]:
 
 def _has_effect(name: str, settings: Mapping[str, Any]) -> bool:
     task = settings.get("task.name", IMAGE_CLASSIFICATION)
+    if name in SHARD_KEYS and ":" in str(task):
+        return bool(settings.get("data.data_dir"))
     if name in (*IMAGE_KEYS, "data.jpeg_decoder") and task not in IMAGE_TASKS:
         return name == "training.model" and task in HF_TASKS
     deciding, values = _NEEDS.get(name, ("", ()))

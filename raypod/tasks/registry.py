@@ -28,7 +28,7 @@ from raypod.plan.config import (
     Config,
     TaskOptions,
 )
-from raypod.plan.effect import IMAGE_KEYS
+from raypod.plan.effect import IMAGE_KEYS, SHARD_KEYS
 from raypod.plan.plan import Plan, TaskFacts
 from raypod.tasks import hf_facts, image_facts, language_facts
 from raypod.tasks.task import Task
@@ -160,7 +160,7 @@ def _check_keys(config: Config) -> None:
     default, own = Config(), _BY_NAME.get(config.task.name)
     for entry in _BY_NAME.values():
         for key in entry.keys:
-            if own is not None and key in own.keys:
+            if key in (SHARD_KEYS if own is None else own.keys):
                 continue
             section, _, field = key.partition(".")
             if getattr(getattr(config, section), field) != getattr(getattr(default, section), field):

@@ -11,6 +11,7 @@ from raypod.events import EvaluationDone, UpdateDone
 from raypod.plan.config import Config, TaskOptions
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import DatasetSize, TaskFacts
+from raypod.plan.urls import is_url
 from raypod.plan.values import TRACES
 
 if TYPE_CHECKING:  # planning imports this module, and must not import torch
@@ -131,26 +132,36 @@ class Task(abc.ABC):
         ]
 
     def load(self) -> Source:
-        """Load the data. ConfigError if it cannot be used."""
+        """Load the data: shards in `data.data_dir`, or else `datasets`. ConfigError if it cannot be used."""
+        from raypod.datasets import packed_samples
         from raypod.datasets.samples import SampleSource  # imports torch
 
-        seed, first = self.config.training.seed, self.config.data.first_sample
-        source = SampleSource(self.config.task.name, self.datasets(), seed, first, self.collate)
+        config = self.config
+        is_packed = config.data.data_dir is not None
+        splits = packed_samples.splits_of(packed_samples.opened(config), config) if is_packed else self.datasets()
+        seed, first = config.training.seed, config.data.first_sample
+        source = SampleSource(config.task.name, splits, seed, first, self.collate)
         self.names = source.names
         return source
 
     def facts(self) -> TaskFacts:
         """Return what planning has to know. ConfigError if the data or the metrics cannot be used."""
+        from raypod.datasets import packed_samples
         from raypod.datasets.samples import SampleSource  # imports torch
 
+        place, name = self.config.data.data_dir, self.config.task.name.rpartition(":")[2]
         source = self.load()
         if isinstance(source, SampleSource):  # a task can override `load`
-            source.check_batches(self.config.training.seed)
-        name = self.config.task.name.rpartition(":")[2]
+            if place is None or not is_url(place):  # a plan reads only the index and the first sample of a URL
+                source.check_batches(self.config.training.seed)
+        elif place is not None:
+            raise ConfigError(f"--data-dir has no effect on the task {name}, whose own `load` loads its data: omit it")
         metrics = _checked_metrics(self.metrics, self.test_metrics, self.best, name)
         if self.test_metrics and not self.predictions:
             raise ConfigError(f"task {name}: test_metrics are computed of predictions; name those in `predictions`")
         size = DatasetSize(len(source.train), len(source.test))
+        if place is not None:
+            size = packed_samples.size_of(packed_samples.opened(self.config), self.config)
         return TaskFacts(
             *(size, metrics, self.best, self.samples_are),
             data=name,

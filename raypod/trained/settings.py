@@ -11,8 +11,8 @@ from raypod import planning
 from raypod.cli import suggestion
 from raypod.errors import ConfigError
 from raypod.plan import flags, ipu_options, resolve
-from raypod.plan.compatibility import OF_IMAGE_FOLDERS, check_data_folder
-from raypod.plan.config import IMAGE_FOLDERS, Config, fields
+from raypod.plan.compatibility import OF_IMAGE_FOLDERS, OF_SHARDS, check_data_folder
+from raypod.plan.config import IMAGE_FOLDERS, IMAGE_TASKS, SHARDS, Config, fields
 from raypod.plan.plan import Plan, pipeline_stages
 from raypod.tasks.registry import schema_of
 from raypod.trained.checkpoints import PathLike, Run, Weights, load, open_run
@@ -114,6 +114,10 @@ def changed(config: Config, changes: Mapping[str, Any], allowed: Sequence[str]) 
     values["data"].pop("shuffle_window")  # only a training has an order; other data may have no shards
     if values["data"]["dataset"] not in IMAGE_FOLDERS:
         for key in (*OF_IMAGE_FOLDERS, "rand_augment_ops", "rand_augment_magnitude"):
+            values["data"].pop(key, None)
+    is_image_task, dataset = resolve.task_of_values(values) in IMAGE_TASKS, values["data"]["dataset"]
+    if is_image_task and dataset not in (*IMAGE_FOLDERS, SHARDS):
+        for key in OF_SHARDS:
             values["data"].pop(key, None)
     resolve.drop_unread_folder(values, changes)
     return values

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, List
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import raypod
+from raypod import datasets
 from raypod.datasets.feed import Feed
 from raypod.datasets.order import epoch_order
 from raypod.datasets.samples import SampleSource
 from raypod.errors import ConfigError
 from raypod.plan.plan import Plan
+from raypod.plan.resolve import from_values
 
 WORDS = [{"tokens": torch.arange(1, 2 + index % 5), "label": torch.tensor(index % 2)} for index in range(64)]
 
@@ -64,10 +69,12 @@ def test_known_lengths_are_not_loaded() -> None:
     [
         (DataLoader(WORDS), "`loader.dataset`"),  # type: ignore[arg-type]
         (Stream(), "`list(dataset)`"),
-        (kind("ray.data.dataset", "MaterializedDataset"), "raypod.Arrays(**dataset.take_batch(dataset.count()))"),
-        (kind("datasets.dataset_dict", "DatasetDict"), 'data["train"].with_format("torch")'),
-        (kind("datasets.arrow_dataset", "Dataset", format={"type": None}), '`dataset.with_format("torch")`'),
-        (kind("datasets.iterable_dataset", "IterableDataset"), "without `streaming=True`"),
+        (Stream(), "`raypod pack FOLDER OUT`"),
+        (kind("ray.data.dataset", "MaterializedDataset"), "`raypod.from_ray_data(dataset)`"),
+        (kind("datasets.dataset_dict", "DatasetDict"), '`raypod.from_hf(data["train"])`'),
+        (kind("datasets.arrow_dataset", "Dataset", format={"type": None}), "`raypod.from_hf(dataset)`"),
+        (kind("datasets.iterable_dataset", "IterableDataset"), "without `streaming=True`, and return `raypod.from_hf("),
+        (kind("datasets.dataset_dict", "IterableDatasetDict"), "without `streaming=True`"),
         (object(), "no __len__ or __getitem__"),
     ],
 )
@@ -76,6 +83,43 @@ def test_other_kinds_of_data_are_named_with_their_way(split: Any, words: str) ->
         SampleSource("t", (split, None), 0)
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_data_sets_of_images_name_the_way_of_other_kinds_of_data(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "loaders.py").write_text(
+        "from torch.utils.data import DataLoader\ndef load(data_dir):\n    return DataLoader([(0, 0)]), [], 2\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="loaders:load: the train split is a DataLoader, .* `loader.dataset`"):
+        datasets.load(from_values({"data": {"dataset": "loaders:load"}}))
+
+
+def test_ray_data_becomes_arrays_in_the_order_of_its_blocks() -> None:
+    options = SimpleNamespace(preserve_order=False)
+
+    class Blocks:
+        context = SimpleNamespace(execution_options=options)
+
+        def iter_batches(self, batch_size: None, batch_format: str) -> Any:
+            assert (batch_format, options.preserve_order) == ("numpy", True)
+            rows = np.empty(2, dtype=object)
+            rows[:] = [np.zeros(3), np.ones(3)]
+            return iter([{"x": rows, "y": np.arange(2)}, {"x": np.full((1, 3), last), "y": np.array(last_y)}])
+
+    last, last_y = 2.0, [2]
+    found = raypod.from_ray_data(Blocks())
+    assert found.fields["x"].tolist() == [[0] * 3, [1] * 3, [2] * 3]
+    assert (found.fields["y"].tolist(), options.preserve_order) == ([0, 1, 2], False)
+    last_y = ["a"]  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="from_ray_data: the column 'y' holds <U21: drop it, or make numbers of it"):
+        raypod.from_ray_data(Blocks())
+
+
+def test_tables_without_their_package_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for function in (raypod.from_hf, raypod.from_parquet):
+        with pytest.raises(ConfigError, match=r"from_\w+ needs the package pyarrow, .* pip install 'raypod\[hf\]'"):
+            function("x")
 
 
 def test_what_cannot_be_padded_is_one_line() -> None:

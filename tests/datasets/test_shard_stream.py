@@ -6,11 +6,10 @@ import collections
 import dataclasses
 import json
 import os
-import queue
 import re
 import threading
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ import torch
 
 from raypod import datasets, train
 from raypod.__main__ import main
-from raypod.datasets import packing, shard_process, shard_stream
+from raypod.datasets import packing, shard_stream
 from raypod.datasets.feed import Feed
 from raypod.datasets.images import ImageSource
 from raypod.datasets.order import epoch_order, packed_order
@@ -31,34 +30,10 @@ from raypod.plan.resolve import from_values
 from raypod.record import verify_data
 from raypod.remote.store import Store
 from tests.support import image_folders
+from tests.support.shard_threads import InThread
 
 WINDOW = 3
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--replicas", "2", "--batch-size", "1"]
-
-
-class InThread:
-    """The process that downloads, as a thread."""
-
-    def __init__(self, url: str, cache: ShardCache) -> None:
-        self._lines: queue.Queue[Optional[str]] = queue.Queue()
-        self._answers: queue.Queue[Optional[Dict[str, Any]]] = queue.Queue()
-        arguments = (url, cache, iter(self._lines.get, None), self._answers.put)
-        self._thread = threading.Thread(target=shard_process.serve, args=arguments, daemon=True)
-        self._thread.start()
-
-    def send(self, content: Dict[str, Any]) -> None:
-        self._lines.put(json.dumps(content))
-
-    def answers(self) -> Iterator[Dict[str, Any]]:
-        return iter(self._answers.get, None)  # type: ignore[return-value]
-
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def end(self) -> None:
-        self._lines.put(None)
-        self._thread.join(60)
-        self._answers.put(None)
 
 
 @dataclasses.dataclass
@@ -165,7 +140,7 @@ def test_the_cache_keeps_two_windows_and_a_shard_is_downloaded_once_per_epoch(ma
     plan = make(data=data, training={"batch_size": 1, "epochs": 2}, pod={"replicas": 1, "num_instances": 1})
     feed = feed_of(plan)
     feed.close()
-    cache = feed._source._streams[0]._downloads.cache
+    cache = feed._source.train.files._downloads.cache
     limit, most = cache.limit_bytes, 0
     feed = feed_of(plan)
     for leg in plan.legs():
@@ -288,7 +263,7 @@ def test_a_damaged_shard_is_downloaded_again_and_then_named(
     assert max(collections.Counter(storage.shards_read).values()) == 2
     feed = feed_of(plan)
     feed.close()
-    cached = feed._source._streams[0]._downloads.cache.path(read_index(storage.folder).train.shards[0])
+    cached = feed._source.train.files._downloads.cache.path(read_index(storage.folder).train.shards[0])
     cached.unlink()
     damages += [1, 1]
     with pytest.raises(
@@ -437,7 +412,7 @@ def test_the_process_downloads_and_ends(
     plan = make(data=data, **sizes)
     feed = feed_of(plan)
     images = [batch[0] for leg in plan.legs() for batch in feed.calls(leg)]
-    process = feed._source._streams[0]._downloads._process
+    process = feed._source.train.files._downloads._process
     assert process.is_running()
     feed.close()
     assert not process.is_running()

@@ -135,7 +135,7 @@ def zero(file: Path) -> None:
     [
         ("train/00001.tar", Path.unlink, r"shard \S+train/00001.tar cannot be read: No such file or .*; copy it again"),
         ("train/00001.tar", cut, r"shard \S+train/00001.tar has \d+ bytes, expected \d+; copy it again"),
-        ("index.json", edited(version=2), "index.json has version 2, and .* version 1: pack the image"),
+        ("index.json", edited(version=2), "index.json has version 2, and .* version 1: pack the data"),
         ("index.json", lambda file: file.write_text("{}"), r"index.json is not the index of `.*`: its format is None"),
         ("index.json", cut, r"cannot read the index \S+index.json \(.*\); copy it again, or pack again"),
         ("index.json", edited(classes=None), r"\S+index.json \(.*classes.*\); copy it again, or pack"),

@@ -1,0 +1,36 @@
+"""The process that downloads shards, as a thread."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from typing import Any, Dict, Iterator, Optional
+
+from raypod.datasets import shard_process
+from raypod.datasets.shard_cache import ShardCache
+
+
+class InThread:
+    """The process that downloads, as a thread."""
+
+    def __init__(self, url: str, cache: ShardCache) -> None:
+        self._lines: queue.Queue[Optional[str]] = queue.Queue()
+        self._answers: queue.Queue[Optional[Dict[str, Any]]] = queue.Queue()
+        arguments = (url, cache, iter(self._lines.get, None), self._answers.put)
+        self._thread = threading.Thread(target=shard_process.serve, args=arguments, daemon=True)
+        self._thread.start()
+
+    def send(self, content: Dict[str, Any]) -> None:
+        self._lines.put(json.dumps(content))
+
+    def answers(self) -> Iterator[Dict[str, Any]]:
+        return iter(self._answers.get, None)  # type: ignore[return-value]
+
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def end(self) -> None:
+        self._lines.put(None)
+        self._thread.join(60)
+        self._answers.put(None)
