@@ -72,7 +72,7 @@ class Task(abc.ABC):
         A split is a map-style data set, or `Arrays` for data in memory. Samples may draw random numbers from torch,
         NumPy and `random`, which are seeded by (seed, epoch, sample).
         """
-        raise NotImplementedError(f"{type(self).__name__} must implement datasets()")
+        raise NotImplementedError(f"{type(self).__name__} must implement datasets(), or needs --data-dir")
 
     @abc.abstractmethod
     def network(self, first_batch: Batch) -> nn.Module:
