@@ -23,6 +23,9 @@ from horovod.torch._timeline import Timeline
 from tests.support.ranks import error_of
 
 
+X = torch.ones(4)
+
+
 def start(rank: int, size: int) -> Any:
     os.environ.update(POPDIST_NUM_TOTAL_REPLICAS=str(2 * size), POPDIST_NUM_LOCAL_REPLICAS="2")
     os.environ.update(POPDIST_REPLICA_INDEX_OFFSET=str(2 * rank), POPDIST_LOCAL_INSTANCE_INDEX=str(rank % 2))
@@ -225,6 +228,7 @@ def test_unsupported_features_are_an_error(call: Any, message: str) -> None:
     [
         (lambda: hvd.broadcast_parameters({"step": 3}, 0), "not a int"),  # type: ignore[dict-item]
         (lambda: hvd.grouped_allreduce([]), "at least one tensor"),
+        (lambda: hvd.broadcast_parameters([("x", X), ("x", X)], 0), "with the same name as another tensor"),
         (lambda: hvd.alltoall(torch.zeros(2), splits=[3]), "do not fit"),
         (lambda: hvd.alltoall(torch.zeros(2), splits=[-1]), "do not fit"),
         (lambda: hvd.alltoall(torch.tensor(1.0)), "0-d"),
@@ -238,9 +242,6 @@ def test_unsupported_features_are_an_error(call: Any, message: str) -> None:
 def test_invalid_arguments_are_an_error(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
-
-
-X = torch.ones(4)
 
 
 @pytest.mark.usefixtures("single_rank")

@@ -32,7 +32,7 @@ _INLINE_BYTES = 2048  # of a rank's status in the first message; longer ones nee
 _PAUSE_S = 0.001  # between rounds in which no operation could run
 _GRACE_S = 5.0
 SHUT_DOWN = "Horovod has been shut down, here or by a rank that has ended or failed"
-_DUPLICATE = (
+DUPLICATE = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is currently"
     " being processed. If you want to request another tensor, use a different tensor name."
 )
@@ -108,7 +108,7 @@ class Engine:
             operation = make(f"{kind}.{name}" if name else f"{kind}.noname.{number}")
             key = operation.description.key
             if key in self._pending:
-                raise ValueError(f"{_DUPLICATE} [{key}]")
+                raise ValueError(f"{DUPLICATE} [{key}]")
             self._pending[key] = operation
             self._users = {each for each in self._users if each.is_alive()} | {threading.current_thread()}
             self._timeline.ready(self._id, operation.description, [self.ranks[self._group.rank]])

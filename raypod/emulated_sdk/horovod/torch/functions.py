@@ -15,6 +15,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch._basics import rank
 from horovod.torch._checks import check_name
 from horovod.torch._collectives import broadcast_all
+from horovod.torch._engine import DUPLICATE
 from horovod.torch._handles import synchronize
 from horovod.torch._process_sets import ProcessSet, engine_of, global_process_set
 from horovod.torch.mpi_ops import allgather, broadcast_
@@ -38,6 +39,9 @@ def broadcast_parameters(params: Named, root_rank: int) -> None:
     named = [entry if isinstance(entry, tuple) else (str(index), entry) for index, entry in enumerate(entries)]
     if named:
         names, tensors = zip(*named)
+        given = [entry[0] for entry in entries if isinstance(entry, tuple) and entry[0] is not None]
+        if len(set(given)) < len(given):
+            raise ValueError(DUPLICATE)
         synchronize(broadcast_all(tensors, names, root_rank))
 
 
