@@ -26,6 +26,10 @@ from tests.support.ranks import error_of
 X = torch.ones(4)
 
 
+def _distributed(**arguments: Any) -> Any:
+    return hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1), **arguments)
+
+
 def start(rank: int, size: int) -> Any:
     os.environ.update(POPDIST_NUM_TOTAL_REPLICAS=str(2 * size), POPDIST_NUM_LOCAL_REPLICAS="2")
     os.environ.update(POPDIST_REPLICA_INDEX_OFFSET=str(2 * rank), POPDIST_LOCAL_INSTANCE_INDEX=str(rank % 2))
@@ -259,6 +263,9 @@ def test_invalid_arguments_are_an_error(call: Any, message: str) -> None:
         (lambda: hvd.broadcast(X, 0.0), TypeError, "root_rank is an integer, got 0.0"),
         (lambda: hvd.grouped_allreduce_async_(iter([X])), TypeError, "takes a list or tuple of tensors"),
         (lambda: hvd.grouped_allreduce_async([]), ValueError, "needs at least one tensor"),
+        (lambda: hvd.Compression.fp16.decompress(X, None), AttributeError, "is_floating_point"),
+        (lambda: _distributed(groups=[X]), ValueError, "lists of torch.Tensor"),
+        (lambda: _distributed(backward_passes_per_step=float("nan")), ValueError, "is NaN"),
         (lambda: hvd.join("x"), TypeError, "device is an integer, got 'x'"),
     ],
 )
