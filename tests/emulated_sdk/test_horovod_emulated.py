@@ -22,7 +22,6 @@ from horovod.torch._timeline import Timeline
 
 from tests.support.ranks import error_of
 
-
 X = torch.ones(4)
 
 
