@@ -1,9 +1,11 @@
 """Calls every public function of the `poptorch` that is importable with many kinds of values, and prints what happens.
 
-A program of `api_sweep.py`, which starts it with PopTorch's own Python package and with the emulated SDK. It prints one
+A program of `api_sweep.py`, which starts it with PopTorch's own Python package and with the emulated SDK; `run` serves
+the others, `loader_probe.py` and `horovod_probe.py`. It prints one
 line of JSON per call: `[name, parameter, kind, outcome]`. An outcome has a `value` (what is returned, and what of the
 state has changed) or an `error` (the names of the exception's classes), and `warned`; `core` if the exception comes
-from the stand-in for the compiled part of PopTorch.
+from the stand-in for the compiled part of PopTorch. A line with the outcome null comes before each call, so that one
+that ends the process is known; PROBE_FROM continues behind it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import copy
 import enum
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -19,6 +22,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import numpy
@@ -157,14 +161,20 @@ class Subject(NamedTuple):
     """What is called: `make` returns the function, and what has the state that is observed.
 
     Attributes:
-        variadic: names for the positional arguments of `*args`, which have the values of `BASE`.
+        base: valid values by parameter, besides those of `BASE`.
+        own_kinds: further kinds of single parameters.
     """
 
     name: str
     make: Callable[[], Tuple[Callable[..., Any], Any]]
     observe: Callable[[Any], Dict[str, Any]] = lambda _state: {}
-    kinds: Tuple[str, ...] = tuple(KINDS)
+    kinds: Dict[str, Callable[[], Any]] = KINDS
     base: Dict[str, Callable[[], Any]] = {}
+    own_kinds: Dict[str, Dict[str, Callable[[], Any]]] = {}
+
+    def of(self, parameter: str) -> Dict[str, Callable[[], Any]]:
+        """The kinds of a parameter: `kinds`, and those of its own."""
+        return {**self.kinds, **self.own_kinds.get(parameter, {})}
 
 
 def _methods(name: str, make: Callable[[], Any], observe: Callable[[Any], Dict[str, Any]]) -> Iterator[Subject]:
@@ -264,7 +274,6 @@ def _classes() -> Iterator[Subject]:
     names = ("Attribute", "Stage", "Phase", "PipelinedExecution", "ShardedExecution", "ParallelPhasedExecution")
     for name in (*names, "SerialPhasedExecution", "NameScope", "Block", "CPU", "MultiConv"):
         yield Subject(f"{name}()", lambda name=name: (getattr(poptorch, name), None))  # type: ignore[misc]
-    yield Subject("DataLoader()", lambda: (_terminated(poptorch.DataLoader), None))
     yield Subject("VariableAttributes()", lambda: (poptorch.optim.VariableAttributes, None))
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "LAMB"):
 
@@ -295,20 +304,6 @@ def _with_signature(build: Any, parameters: List[inspect.Parameter]) -> Any:
     return made
 
 
-def _terminated(kind: Any) -> Any:
-    def make(*args: Any, **named: Any) -> Any:
-        made = kind(*args, **named)
-        length = len(made)
-        with contextlib.suppress(Exception):
-            made.terminate()
-        return length
-
-    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
-    parameters = [each for each in parameters if each.name != "mode"]  # the others than Sync start a process
-    make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return make
-
-
 def _changed_by(name: str, named: Dict[str, Any]) -> Dict[str, Any]:
     """Return what of the state of an optimizer these arguments change; its defaults may have other names."""
     default = _optimizer_state(_optimizer(name, lr=0.1))
@@ -327,7 +322,7 @@ _FUNCTIONS = (
     *("set_overlap_for_output", "for_loop", "cond", "ctc_beam_search_decoder", "fps", "nearest"),
     *("registerCustomArgParser", "trainingModel", "inferenceModel", "load"),
 )
-_SHORT = tuple(kind for kind in KINDS if kind != "2**40")  # a loop runs on the host, too
+_SHORT = {kind: make for kind, make in KINDS.items() if kind != "2**40"}  # a loop runs on the host, too
 _FUNCTION_BASE: Dict[str, Dict[str, Callable[[], Any]]] = {
     "serializedMatMul": {
         "lhs": lambda: torch.ones(2, 4),
@@ -412,7 +407,8 @@ _EXECUTOR = ("load_state_dict", "getAnchoredTensor", "setOptimizer", "compile", 
 _EXECUTOR += ("copyWeightsToDevice", "copyWeightsToHostIfNeeded", "copyNamedBuffersToDevice", "isCompiled", "destroy")
 _EXECUTOR += ("isAttachedToDevice", "attachToDevice", "detachFromDevice", "getTensorNames", "cycleCount")
 _EXECUTOR += ("loadExecutable",)
-_EXECUTOR_KINDS = ("None", "True", "1", "0.5", "'x'", "[]", "{}", "tensor[4]", "[tensor]", "object", "module")
+_EXECUTOR_NAMES = ("None", "True", "1", "0.5", "'x'", "[]", "{}", "tensor[4]", "[tensor]", "object", "module")
+_EXECUTOR_KINDS = {kind: KINDS[kind] for kind in _EXECUTOR_NAMES}
 
 
 def _executors() -> Iterator[Subject]:
@@ -437,16 +433,25 @@ def _executor_state(model: Any) -> Dict[str, Any]:
     return {"compiled": model.isCompiled(), "attached": model.isCompiled() and model.isAttachedToDevice()}
 
 
-def calls(subject: Subject) -> Iterator[Tuple[str, str, Dict[str, Any]]]:
-    """Yield the calls of a subject: parameter, kind, outcome. The first has valid values only."""
+def calls(subject: Subject) -> Iterator[Tuple[str, str, Optional[Dict[str, Any]]]]:
+    """Yield the calls of a subject, each before it is made, without an outcome, and with it: parameter, kind, outcome.
+
+    The first has valid values only. The first PROBE_FROM calls of this process are not made.
+    """
     function, _ = subject.make()
     parameters = list(inspect.signature(function).parameters.values())
     _arguments(subject, parameters, None, None)  # KeyError for a parameter without a valid value
     names = [each.name for each in parameters if each.kind != each.VAR_KEYWORD]
-    yield "", "", _outcome(subject, parameters, None, None)
-    for name in names:
-        for kind in subject.kinds:
-            yield name, kind, _outcome(subject, parameters, name, KINDS[kind])
+    names = [name for name in names if name in getattr(function, "varied", names)]
+    planned: List[Any] = [(None, "", None)]
+    planned += [(name, kind, make) for name in names for kind, make in subject.of(name).items()]
+    for name, kind, make in planned:
+        if next(_count) >= int(os.environ.get("PROBE_FROM", "0")):
+            yield name or "", kind, None
+            yield name or "", kind, _outcome(subject, parameters, name, make)
+
+
+_count = itertools.count()
 
 
 def _outcome(
@@ -535,26 +540,27 @@ def _plain(value: Any) -> Any:
     return type(value).__name__
 
 
-def main() -> None:
-    output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is called may print
+def run(subjects: Iterator[Subject]) -> None:
+    """Call the subjects whose names have a word of the command line in them, or all; write the outcomes to a file.
+
+    PROBE_OUTPUT names the file, which instance 0 writes.
+    """
+    is_first = os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0"
+    output = Path(os.environ["PROBE_OUTPUT"] if is_first else os.devnull).open("a", 1, encoding="utf-8")  # noqa: SIM115
     only = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        for subject in subjects():
+        for subject in subjects:
             if only and not any(text in subject.name for text in only):
                 continue
             try:
-                found = [[subject.name, *call] for call in calls(subject)]
+                for call in calls(subject):
+                    output.write(json.dumps([subject.name, *call]) + "\n")
             except Exception as error:  # noqa: BLE001  # the others go on
-                found = [
-                    [subject.name, "", "", {"error": ["probe"], "core": True, "text": repr(error), "warned": False}]
-                ]
-            for line in found:
-                output.write(json.dumps(line) + "\n")
-            output.flush()
+                outcome = {"error": ["probe"], "core": True, "text": repr(error), "warned": False}
+                output.write(json.dumps([subject.name, "", "", outcome]) + "\n")
     output.close()
 
 
 if __name__ == "__main__":
-    main()
+    run(subjects())

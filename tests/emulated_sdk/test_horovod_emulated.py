@@ -22,8 +22,11 @@ from horovod.torch._timeline import Timeline
 
 from tests.support.ranks import error_of
 
-
 X = torch.ones(4)
+
+
+def _distributed(**arguments: Any) -> Any:
+    return hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1), **arguments)
 
 
 def start(rank: int, size: int) -> Any:
@@ -259,6 +262,9 @@ def test_invalid_arguments_are_an_error(call: Any, message: str) -> None:
         (lambda: hvd.broadcast(X, 0.0), TypeError, "root_rank is an integer, got 0.0"),
         (lambda: hvd.grouped_allreduce_async_(iter([X])), TypeError, "takes a list or tuple of tensors"),
         (lambda: hvd.grouped_allreduce_async([]), ValueError, "needs at least one tensor"),
+        (lambda: hvd.Compression.fp16.decompress(X, None), AttributeError, "is_floating_point"),
+        (lambda: _distributed(groups=[X]), ValueError, "lists of torch.Tensor"),
+        (lambda: _distributed(backward_passes_per_step=float("nan")), ValueError, "is NaN"),
         (lambda: hvd.join("x"), TypeError, "device is an integer, got 'x'"),
     ],
 )

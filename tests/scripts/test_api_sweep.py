@@ -37,7 +37,7 @@ def test_the_page_names_the_kinds_that_differ() -> None:
 
 def test_the_probe_observes_results_changes_of_state_and_errors() -> None:
     (subject,) = (each for each in api_probe.subjects() if each.name == "Options.deviceIterations")
-    found = {(name, kind): outcome for name, kind, outcome in api_probe.calls(subject)}
+    found: Any = {(name, kind): outcome for name, kind, outcome in api_probe.calls(subject)}
     assert found["", ""]["value"] == ["self", {"device_iterations": "2"}]
     assert found["device_iterations", "3"]["value"] == ["self", {"device_iterations": "3"}]
     assert found["device_iterations", "'x'"]["error"][0] == "AssertionError"

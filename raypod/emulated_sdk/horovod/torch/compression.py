@@ -25,14 +25,14 @@ class FP16Compressor:
     """Transfers floating point tensors as float16."""
 
     @staticmethod
-    def compress(tensor: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.dtype]]:
+    def compress(tensor: torch.Tensor) -> Tuple[torch.Tensor, torch.dtype]:
         """Return the tensor to transfer, and its original dtype."""
-        return (tensor.to(torch.float16), tensor.dtype) if tensor.is_floating_point() else (tensor, None)
+        return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Optional[torch.dtype]) -> torch.Tensor:
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
         """Return the tensor in its original dtype."""
-        return tensor if ctx is None else tensor.to(ctx)
+        return tensor.to(dtype=ctx) if ctx.is_floating_point else tensor
 
 
 class Compression:

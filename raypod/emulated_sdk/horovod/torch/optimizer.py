@@ -75,6 +75,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes whose gradients are accumulated before the reduction."""
+        if passes != passes:
+            raise ValueError("backward_passes_per_step is NaN")
         self.backward_passes_per_step = passes
         self._passes_left = dict.fromkeys(self._parameter_names, passes)
 
@@ -283,6 +285,8 @@ def _check_groups(groups: Any) -> None:
     if not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
         raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
     if isinstance(groups, list):
+        if any(torch.is_tensor(members) for members in groups):
+            raise ValueError("groups must consist of lists of torch.Tensor.")
         grouped: Set[int] = set()
         for parameter in [each for members in groups for each in members]:
             if not torch.is_tensor(parameter):
