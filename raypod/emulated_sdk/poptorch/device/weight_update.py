@@ -127,7 +127,7 @@ class WeightUpdate(NoUpdate):
             return
         scaling = self.optimizer.loss_scaling / self.loss_terms
         with self._accumulators[replica] if self._accumulators else contextlib.nullcontext(), Accumulating():
-            # Not as the gradient of `backward`: for the check of that, torch imports sympy, half a second in each process.
+            # Not as the gradient of `backward`: to check that, torch imports sympy, half a second in each process.
             torch.autograd.backward(loss if scaling == 1.0 else loss * torch.full_like(loss, scaling))
             self._accumulate_half(replica)
 
