@@ -55,3 +55,9 @@ def test_what_runs_and_what_the_summary_says() -> None:
         assert _selected(**everything) == ("abcd", "")
     # The processes of xdist have paths on their command line; the controller's choice counts.
     assert _selected(SOURCES.ARGS, worker="default") == ("ab", line)
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """pytest imports them by name."""
+    names = Counter(path.name for path in Path(kinds.__file__).parents[1].rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
