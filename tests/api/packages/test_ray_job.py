@@ -35,7 +35,8 @@ TINY = {"device": "emulated", "model": "tiny", "replicas": 2, "batch_size": 4}
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
     """A Ray cluster with a job server."""
-    with ray_cluster(("",), num_cpus=2, include_dashboard=True, dashboard_port=0) as started:
+    ports = {"dashboard_port": 0, "dashboard_agent_listen_port": 0}  # its own: another cluster can use 52365
+    with ray_cluster(("",), num_cpus=2, include_dashboard=True, **ports) as started:
         JobServer(f"http://{started.nodes[0].webui_url}", started.cluster.address).submit("ready", "true", {})
         yield started
 
