@@ -32,7 +32,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH}
 KILL_AFTER = 120  # updates
 LIMIT_S = 240.0
 PREPARE_S = 15.0  # after the first update, for a standby to be prepared
-GOAL = 0.4
+GOAL = 0.22
 
 Result = Tuple[float, int]  # seconds, repeated updates
 
