@@ -244,7 +244,9 @@ def test_rebatched_size_must_be_more_than_one(access, size):
         access(loader(4), rebatched_size=size)
 
 
-@pytest.mark.parametrize("wrong", [{"buffer_size": 0}, {"buffer_size": 1.5}, {"miss_sleep_time_in_ms": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"buffer_size": 0}, {"buffer_size": 1.5}, {"buffer_size": True}, {"miss_sleep_time_in_ms": -1}]
+)
 def test_invalid_arguments_raise_error(access, wrong):
     with pytest.raises(AssertionError, match=next(iter(wrong))):
         access(loader(4), **wrong)

@@ -123,8 +123,9 @@ def test_without_batch_size_yields_single_elements(load):
 def test_async_options_are_passed_to_the_accessor(load):
     data = load(Numbers(9), 3, async_options={**FORK, "buffer_size": 2})
     assert len({batch.data_ptr() for batch in data}) == 2
-    with pytest.raises(poptorch.Error, match="rebatched_size"):
-        load(Numbers(9), 3, MODES[1], async_options={"rebatched_size": 3})
+    for mode in MODES:
+        with pytest.raises(poptorch.Error, match="rebatched_size"):
+            load(Numbers(9), 3, mode, async_options={"rebatched_size": 3})
     with pytest.raises(TypeError, match="buffers"):
         load(Numbers(9), 3, async_options={"buffers": 3})
 

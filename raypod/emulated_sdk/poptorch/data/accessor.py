@@ -53,7 +53,7 @@ class AsynchronousDataAccessor:
         sharing_strategy: SharingStrategy = SharingStrategy.ForkServer,
         rebatched_size: Optional[int] = None,
     ) -> None:
-        is_size = isinstance(buffer_size, int) and buffer_size > 0
+        is_size = isinstance(buffer_size, int) and not isinstance(buffer_size, bool) and buffer_size > 0
         assert is_size, f"buffer_size must be at least 1, got {buffer_size!r}"
         is_time = isinstance(miss_sleep_time_in_ms, (int, float)) and not miss_sleep_time_in_ms < 0
         assert is_time, f"miss_sleep_time_in_ms must be a number of milliseconds, got {miss_sleep_time_in_ms!r}"

@@ -180,8 +180,8 @@ def _batching(
 def _check_async(
     mode: DataLoaderMode, async_options: Optional[Dict[str, Any]], rebatched: Optional[int], worker_size: Optional[int]
 ) -> None:
-    if rebatched is not None and "rebatched_size" in (async_options or {}):
-        raise Error(f"rebatched_size in async_options conflicts with rebatched loading, which sets it to {rebatched}")
+    if mode != DataLoaderMode.Sync and "rebatched_size" in (async_options or {}):
+        raise Error(f"rebatched_size in async_options: omit it, the mode {mode.name} sets it to {rebatched}")
     # Other modes ignore it, as programs pass it in every mode.
     if (mode == DataLoaderMode.AsyncRebatched or rebatched is not None) and worker_size is not None:
         most = 1 if rebatched is None else rebatched
