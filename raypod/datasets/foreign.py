@@ -19,8 +19,8 @@ def way_to_use(split: Any) -> Optional[str]:
     if isinstance(split, IterableDataset):
         return (
             "an IterableDataset, whose samples have no numbers, so neither shuffling nor a resume is exact: return "
-            "`list(dataset)`, or a data set with __len__ and __getitem__; if it does not fit into memory, write it as "
-            "Parquet files for `raypod pack FOLDER OUT`"
+            "`list(dataset)`, or a data set with __len__ and __getitem__; if it does not fit into memory, save it with "
+            "save_to_disk of Hugging Face's datasets, whose files are memory-mapped, for `raypod pack FOLDER OUT`"
         )
     if type(split).__module__.startswith("ray.data"):
         return "of Ray Data: return `raypod.from_ray_data(dataset)`"

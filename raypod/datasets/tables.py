@@ -123,7 +123,7 @@ class _Column:
 def from_parquet(paths: Union[PathLike, Sequence[PathLike]], columns: Optional[Sequence[str]] = None) -> Table:
     """Return the rows of Parquet files as a map-style data set of dicts of NumPy arrays.
 
-    The columns are in the memory of each process; data that does not fit is packed by `raypod pack`.
+    The columns are in the memory of each process. `raypod pack` reads them once, and a run on its shards does not.
 
     Args:
         paths: a file, a folder, a pattern as "data/train-*.parquet", or a list of them; the rows have the order of the
@@ -230,7 +230,7 @@ def from_ray_data(data: Any) -> Any:
 @contextlib.contextmanager
 def _in_order(data: Any) -> Iterator[None]:
     """Let Ray Data keep the order of blocks, so that every instance gets the same samples."""
-    module = sys.modules.get("ray.data")  # imported by whoever has made the data set
+    module = sys.modules.get("ray.data")  # the data set exists, so it is imported
     contexts = [getattr(data, "context", None), module and module.DataContext.get_current()]
     options = [context.execution_options for context in contexts if context is not None]
     kept = [each.preserve_order for each in options]
