@@ -122,9 +122,8 @@ def _samples_of(task: Any, name: str) -> Tuple[Any, Tuple[str, ...]]:
     if not len(source.train):
         raise ConfigError(f"{name} has no training samples")
     train, test = (getattr(split, "uncollated", split) for split in (source.train, source.test))
-    return splits_of(train, test, source.check_sample), tuple(
-        task.class_names()
-    ) if task.config.task.name in IMAGE_TASKS else ()
+    classes = tuple(task.class_names()) if task.config.task.name in IMAGE_TASKS else ()
+    return splits_of(train, test, source.check_sample), classes
 
 
 def _verify(folder: Path) -> int:

@@ -12,6 +12,7 @@ import io
 import math
 import sys
 from pathlib import Path
+from tarfile import BLOCKSIZE
 from typing import Any, Dict, List, NamedTuple, Tuple, Union
 
 import numpy as np
@@ -30,7 +31,6 @@ from raypod.plan.plan import DatasetSize
 from raypod.plan.urls import is_url
 
 Packed = Union[shards.PackedFolder, StreamedShards]
-BLOCK = 512  # of a tar file
 _HEADERS = {1: (2, npy.read_array_header_1_0), 2: (4, npy.read_array_header_2_0)}  # by the version of a .npy file
 
 
@@ -77,7 +77,7 @@ def decode(data: bytes, form: Form) -> Any:
     for field in form.fields:
         array, end = _decoded(data, position)
         values.append(_as_kind(array, field.kind))
-        position = -(-end // BLOCK) * BLOCK + BLOCK
+        position = -(-end // BLOCKSIZE) * BLOCKSIZE + BLOCKSIZE
     if form.structure == "dict":
         return {field.name: value for field, value in zip(form.fields, values)}
     return tuple(values) if form.structure == "tuple" else values[0]
