@@ -98,7 +98,10 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_testnodedown(node: Any, error: Any) -> None:
     """Take the counts of a process of xdist, equal in all. Print the exit code of one that a test has ended."""
     if error is not None:
-        code = node.gateway._io.popen.wait(10)  # negative: the number of a signal
+        process = node.gateway._io.popen
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it runs on without its connection
+            process.wait(10)
+        code = process.returncode  # negative: the number of a signal
         node.config.get_terminal_writer().line(f"\n[{node.gateway.id}] ended with exit code {code}: {error}")
     node.config.stash[kinds.LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
 
