@@ -28,7 +28,7 @@ from raypod.plan.plan import Plan
 from raypod.record import run_state
 from raypod.record.claim import Claim
 from raypod.record.coordinator_log import log_of
-from raypod.record.run_end import RunEndWatch, is_coordinator, is_observed_alive
+from raypod.record.run_end import RunEndWatch, is_coordinator
 from raypod.record.run_folder import last_update
 from raypod.record.run_state import RunState
 
@@ -118,11 +118,9 @@ def _await_start(started: Background, claimed: Claim, log: Path, began: int, wit
 
 def status(run_dir: Path) -> int:
     """Print the state of a run. Return 1 if it failed or its coordinator died, else 0."""
-    found = lease_file.current(run_dir)
-    state = _with_newest_update(run_dir, _state_of(run_dir))
-    is_alive = is_observed_alive(state, found, lambda text: show(text, sys.stderr))
-    if not is_alive and not state.is_local:  # it may have ended while it was observed
-        state = _with_newest_update(run_dir, _state_of(run_dir))
+    found, watch = lease_file.current(run_dir), RunEndWatch(run_dir)
+    watch.observe(lambda text: show(text, sys.stderr))
+    is_alive, state = watch.poll() is None, _with_newest_update(run_dir, _state_of(run_dir))
     now_s, written_s = time.time(), state.written_at_s
     if is_alive and not state.is_local:  # by the clock of the disk, which has just renewed the lease
         found = lease_file.current(run_dir) or found

@@ -60,7 +60,7 @@ class RunsFolder:
             raise ConfigError(f"dashboard {folder}: {problem}; give the folder that holds the runs")
         self._entries: Dict[str, Entry] = {}
         self._readers: OrderedDict[str, _Reader] = collections.OrderedDict()
-        self._ends: Dict[str, RunEndWatch] = {}  # of runs whose coordinator is on another host
+        self._ends: Dict[str, RunEndWatch] = {}  # of runs without an end on record
         self._lock = threading.Lock()
         try:
             self._paths()
@@ -120,9 +120,9 @@ class RunsFolder:
         return shown
 
     def _has_died(self, name: str, state: run_state.RunState) -> bool:
-        if state.has_ended or state.is_local:
+        if state.has_ended:
             self._ends.pop(name, None)
-            return not state.has_ended and not state.is_alive
+            return False
         path = self.folder if is_run_folder(self.folder) else self.folder / name
         return self._ends.setdefault(name, RunEndWatch(path)).has_died
 

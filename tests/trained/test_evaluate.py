@@ -150,6 +150,8 @@ def test_a_run_that_trains_or_has_no_checkpoints(copy: Path, fails: Fails) -> No
     (copy / run_state.NAME).write_text(json.dumps(dataclasses.asdict(running)))
     with pytest.raises(ConfigError, match="is still training .*--checkpoint last"):
         evaluate(copy)
+    (copy / run_state.NAME).write_text(json.dumps(dataclasses.asdict(dataclasses.replace(running, host="elsewhere"))))
+    assert evaluate(copy)["update"] == 22, "its coordinator died there: it has no lease"
     assert evaluate(copy, "last")["update"] == 22
     (copy / run_state.NAME).write_text(json.dumps(dataclasses.asdict(state)))
     shutil.rmtree(str(copy / "checkpoints"))
