@@ -24,6 +24,7 @@ from raypod.commands.background import Background, BackgroundProcess, RayJob
 from raypod.errors import ClusterError, ConfigError, RunError, UserError
 from raypod.fleet.ray_jobs import JobServer, find_job_server
 from raypod.host import lease_file
+from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.record import run_state
 from raypod.record.claim import Claim
@@ -125,7 +126,7 @@ def status(run_dir: Path) -> int:
     if is_alive and not state.is_local:  # by the clock of the disk, which has just renewed the lease
         found = lease_file.current(run_dir) or found
         with contextlib.suppress(OSError):
-            now_s, written_s = _disk_time(found, now_s), (run_dir / run_state.NAME).stat().st_mtime
+            now_s, written_s = _disk_time(found, now_s), (run_dir / layout.STATE).stat().st_mtime
     silent_s = max(0.0, now_s - found.renewed_s) if found else 0.0
     name, is_healthy = _describe(state, is_alive)
     left = (
@@ -237,7 +238,7 @@ def _signal(run_dir: Path, state: RunState, number: int) -> None:
             return
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"{run_dir}: process {state.pid}, which {run_state.NAME} names, does not hold this folder, so it is "
+                f"{run_dir}: process {state.pid}, which {layout.STATE} names, does not hold this folder, so it is "
                 "not signalled; if the run is another user's or in a container, stop it as that user or there"
             )
         time.sleep(_POLL_S)
@@ -248,7 +249,7 @@ def _signal(run_dir: Path, state: RunState, number: int) -> None:
 def _state_of(run_dir: Path) -> RunState:
     state = run_state.read(run_dir)
     if state is None:
-        raise ConfigError(f"{run_dir} has no readable {run_state.NAME}; is it a run folder?")
+        raise ConfigError(f"{run_dir} has no readable {layout.STATE}; is it a run folder?")
     return state
 
 

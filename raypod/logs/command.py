@@ -12,14 +12,12 @@ from raypod.logs.hosts import read_plan
 from raypod.logs.since import parse_since
 from raypod.logs.sources import Selection, logs_in
 from raypod.logs.stream import Logs
+from raypod.plan import layout
 from raypod.plan.cluster import read_cluster
 from raypod.pod import ssh
-from raypod.record import event_text, run_folder, run_state
-from raypod.record.event_log import NAME as EVENTS_FILE
+from raypod.record import event_text
 
 _BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE: stdout is closed
-_LAUNCH_FILE = "launch.yaml"
-_MARKS = (run_folder.PLAN, run_folder.METRICS, run_state.NAME, EVENTS_FILE, _LAUNCH_FILE)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,8 +79,8 @@ def _checked(folder: Path) -> Path:
     if not folder.is_dir():
         place = "" if folder.is_absolute() else f" in {Path.cwd()}"  # with --cluster the home folder of the head
         raise ConfigError(f"logs {folder}: the run folder does not exist{place}")
-    if not any((folder / name).exists() for name in _MARKS):
-        raise ConfigError(f"logs {folder}: not the folder of a run or a launch: it has no {run_folder.PLAN}")
+    if not layout.is_run_folder(folder, launches=True):
+        raise ConfigError(f"logs {folder}: not the folder of a run or a launch: it has no {layout.PLAN}")
     return folder.absolute()
 
 

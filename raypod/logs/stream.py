@@ -18,10 +18,10 @@ from raypod.logs.hosts import cluster_in, elsewhere, has_proxy, launch_hosts, pr
 from raypod.logs.printer import Printer
 from raypod.logs.remote import HostLogs, Mirror, wait_synced
 from raypod.logs.sources import EVENTS, LogSource, Selection, TimedLine, label_of, logs_in
+from raypod.plan import layout
 from raypod.plan.cluster import Host
 from raypod.pod import ssh
 from raypod.record import event_text
-from raypod.record.event_log import NAME as EVENTS_FILE
 from raypod.record.growing_file import GrowingFile
 from raypod.record.run_end import RunEnd, RunEndWatch
 
@@ -39,7 +39,7 @@ class Logs:
         self._folder, self._selection = folder, selection
         self._plan = read_plan(folder)
         self._cluster = cluster_in(self._plan)
-        self._events = GrowingFile(folder / EVENTS_FILE)
+        self._events = GrowingFile(folder / layout.EVENTS)
         self._sources: Dict[str, LogSource] = {}
         self._hosts: Dict[str, HostLogs] = {}
         self._mirrors: Dict[str, Mirror] = {}  # by label
@@ -152,7 +152,7 @@ class Logs:
         processes, is_complete = processes_in(records)
         found, unknown = elsewhere(self._folder, self._cluster, processes)
         if not is_complete:
-            events = self._folder / EVENTS_FILE
+            events = self._folder / layout.EVENTS
             self._warn("", f"{events} names processes in an unknown form; their logs on other hosts are not shown")
         for name in unknown:
             self._warn(name, f"host {name} is not in {self._folder}/plan.json; logs on it are not shown")

@@ -11,10 +11,11 @@ from raypod.host import lease_file
 from raypod.host.files import parse_json
 from raypod.host.lease_file import LeaseFile, Log
 from raypod.host.process import has_open
-from raypod.record import event_log, run_state
+from raypod.plan import layout
+from raypod.plan.layout import LAUNCH
+from raypod.record import run_state
 from raypod.record.run_state import RunState
 
-LAUNCH = "launch.json"  # written by raypod launch, with these keys and others
 _LAUNCH_KEYS = ("pid", "started_ticks", "host", "state", "exit_code")
 _DEAD_S = 3600.0  # no two clocks differ by as much
 _EXIT_S = 3.0  # a process that has recorded its end may print more for at most this time
@@ -78,7 +79,7 @@ class RunEndWatch:
         if state.is_local:
             return state.is_alive
         if found is None:  # a launch has none
-            return not (self._run_dir / run_state.NAME).exists()
+            return not (self._run_dir / layout.STATE).exists()
         return time.monotonic() - self._changed_s < found.expires_after_s
 
 
@@ -92,7 +93,7 @@ def is_coordinator(run_dir: Path, state: RunState) -> bool:
     holder = found.holder if found else None
     if holder is None or not holder.is_local or (holder.pid, holder.started_ticks) != (state.pid, state.started_ticks):
         return False
-    return state.is_alive and has_open(state.pid, run_dir / event_log.NAME)
+    return state.is_alive and has_open(state.pid, run_dir / layout.EVENTS)
 
 
 def _launch_state(folder: Path) -> Optional[RunState]:

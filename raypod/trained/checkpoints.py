@@ -13,10 +13,10 @@ from raypod.checkpoint.format import EMA, WEIGHTS, Checkpoint, best_of, of_cours
 from raypod.checkpoint.resume import newest_valid
 from raypod.cli import counted, show
 from raypod.errors import CheckpointDamaged, ConfigError
-from raypod.plan.config import CHECKPOINTS, Config
+from raypod.plan.config import Config
+from raypod.plan.layout import CHECKPOINTS, CONFIG
 from raypod.record import run_state
 from raypod.record.run_end import RunEndWatch
-from raypod.record.run_folder import CONFIG
 from raypod.storage import snapshots
 from raypod.tasks.registry import facts_of, load_config
 

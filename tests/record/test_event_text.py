@@ -13,8 +13,9 @@ from raypod import events
 from raypod.errors import ConfigError, InstanceFailed
 from raypod.logs.command import _kinds
 from raypod.monitor.snapshots import event_lines
+from raypod.plan.layout import EVENTS
 from raypod.plan.plan import Plan
-from raypod.record.event_log import NAME, EventLog, event_name
+from raypod.record.event_log import EventLog, event_name
 from raypod.record.event_text import ALL, MAIN, RECENT, text_of
 from raypod.record.growing_file import parse_records
 from raypod.report import timeline
@@ -64,7 +65,7 @@ def logged(folder: Path, *run: events.Event, error: Optional[InstanceFailed] = N
             log.handle(event)
         if error is not None:
             raise error
-    return parse_records((folder / NAME).read_bytes().splitlines())
+    return parse_records((folder / EVENTS).read_bytes().splitlines())
 
 
 @pytest.mark.parametrize(("event", "expected"), EXAMPLES, ids=[type(event).__name__ for event, _ in EXAMPLES])
