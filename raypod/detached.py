@@ -24,11 +24,12 @@ from raypod.commands.background import Background, BackgroundProcess, RayJob
 from raypod.errors import ClusterError, ConfigError, RunError, UserError
 from raypod.fleet.ray_jobs import JobServer, find_job_server
 from raypod.host import lease_file
+from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.record import run_state
 from raypod.record.claim import Claim
 from raypod.record.coordinator_log import log_of
-from raypod.record.run_end import RunEndWatch, is_coordinator, is_observed_alive
+from raypod.record.run_end import RunEndWatch, is_coordinator
 from raypod.record.run_folder import last_update
 from raypod.record.run_state import RunState
 
@@ -118,16 +119,14 @@ def _await_start(started: Background, claimed: Claim, log: Path, began: int, wit
 
 def status(run_dir: Path) -> int:
     """Print the state of a run. Return 1 if it failed or its coordinator died, else 0."""
-    found = lease_file.current(run_dir)
-    state = _with_newest_update(run_dir, _state_of(run_dir))
-    is_alive = is_observed_alive(state, found, lambda text: show(text, sys.stderr))
-    if not is_alive and not state.is_local:  # it may have ended while it was observed
-        state = _with_newest_update(run_dir, _state_of(run_dir))
+    found, watch = lease_file.current(run_dir), RunEndWatch(run_dir)
+    watch.observe(lambda text: show(text, sys.stderr))
+    is_alive, state = watch.poll() is None, _with_newest_update(run_dir, _state_of(run_dir))
     now_s, written_s = time.time(), state.written_at_s
     if is_alive and not state.is_local:  # by the clock of the disk, which has just renewed the lease
         found = lease_file.current(run_dir) or found
         with contextlib.suppress(OSError):
-            now_s, written_s = _disk_time(found, now_s), (run_dir / run_state.NAME).stat().st_mtime
+            now_s, written_s = _disk_time(found, now_s), (run_dir / layout.STATE).stat().st_mtime
     silent_s = max(0.0, now_s - found.renewed_s) if found else 0.0
     name, is_healthy = _describe(state, is_alive)
     left = (
@@ -239,7 +238,7 @@ def _signal(run_dir: Path, state: RunState, number: int) -> None:
             return
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"{run_dir}: process {state.pid}, which {run_state.NAME} names, does not hold this folder, so it is "
+                f"{run_dir}: process {state.pid}, which {layout.STATE} names, does not hold this folder, so it is "
                 "not signalled; if the run is another user's or in a container, stop it as that user or there"
             )
         time.sleep(_POLL_S)
@@ -250,7 +249,7 @@ def _signal(run_dir: Path, state: RunState, number: int) -> None:
 def _state_of(run_dir: Path) -> RunState:
     state = run_state.read(run_dir)
     if state is None:
-        raise ConfigError(f"{run_dir} has no readable {run_state.NAME}; is it a run folder?")
+        raise ConfigError(f"{run_dir} has no readable {layout.STATE}; is it a run folder?")
     return state
 
 

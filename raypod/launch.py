@@ -21,11 +21,12 @@ from raypod.launcher.output import Console, Output
 from raypod.launcher.partition import partition
 from raypod.launcher.programs import Programs
 from raypod.launcher.ray_hosts import RayHosts
-from raypod.launcher.run_files import OPTIONS_FILE, check_files, claim_run_folder, write_options
+from raypod.launcher.run_files import check_files, claim_run_folder, write_options
 from raypod.launcher.supervision import Signals, StdinForwarder, Supervision
 from raypod.plan import tables
 from raypod.plan.cluster import Cluster, cluster_of, cluster_of_file, read_cluster
 from raypod.plan.cluster_file import is_network
+from raypod.plan.layout import LAUNCH_OPTIONS
 from raypod.plan.placement import Sizes, check_ilds, place
 from raypod.status.endpoint import published
 from raypod.status.launch_file import LaunchFile
@@ -110,7 +111,7 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
         if sdk.has_ipus and without_horovod():
             _say(sdk.line)
         folder = claim_run_folder(request)
-        write_options(without_values(request), Path(folder, OPTIONS_FILE), "--run-dir")
+        write_options(without_values(request), Path(folder, LAUNCH_OPTIONS), "--run-dir")
         status.run_dir = folder
         hosts_of = [spec.host for spec in placement.instances]
         file = stack.enter_context(LaunchFile(Path(folder), _command(programs), hosts_of))

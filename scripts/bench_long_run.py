@@ -20,6 +20,7 @@ from raypod.api import training
 from raypod.coordinator.stop import Stop
 from raypod.events import CallReport, EvaluationDone, RunEnded, UpdateDone
 from raypod.fleet.scripted import ScriptedFleet
+from raypod.plan import layout
 from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
@@ -61,7 +62,7 @@ def train(plan: Plan, step: int) -> None:
             if isinstance(event, UpdateDone) and event.update % step == 0:
                 per_update = 1e6 * (time.perf_counter() - began_s) / step
                 sizes = " | ".join(
-                    f"{(folder / name).stat().st_size / 1e6:.0f}" for name in (run_folder.METRICS, ledger.NAME)
+                    f"{(folder / name).stat().st_size / 1e6:.0f}" for name in (layout.METRICS, layout.LEDGER)
                 )
                 print(f"| {event.update} | {per_update:.0f} | {_resident_mb():.1f} | {sizes} |", flush=True)
                 began_s = time.perf_counter()
@@ -76,8 +77,8 @@ def resume(plan: Plan) -> None:
     folder, total = Path(plan.run_dir), plan.total_updates
 
     def open_lines(update: int) -> None:
-        JsonLines(folder / run_folder.METRICS, UpdateDone, update).close()
-        JsonLines(folder / run_folder.EVALUATIONS, EvaluationDone, update).close()
+        JsonLines(folder / layout.METRICS, UpdateDone, update).close()
+        JsonLines(folder / layout.EVALUATIONS, EvaluationDone, update).close()
 
     steps: Dict[str, Callable[[], object]] = {
         "evaluations before the resume": lambda: run_folder.evaluations_until(plan, total),

@@ -38,12 +38,12 @@ from raypod.events import CallDone, CallTimes, HeartbeatReport, HostUsage, Insta
 from raypod.fleet.base import Beat
 from raypod.host.files import strict_json
 from raypod.plan.cluster import LOCAL
+from raypod.plan.layout import TOKEN_FILE
 from raypod.plan.plan import make_plan
 from raypod.plan.resolve import from_values
 from raypod.record import run_state
 from raypod.record.event_log import EventLog
 from raypod.status import prometheus
-from raypod.status.endpoint import TOKEN_FILE
 from raypod.status.run_status import RunStatus
 from raypod.status.token_server import read_token
 from raypod.tasks.registry import facts_of

@@ -40,6 +40,7 @@ from raypod.coordinator import coordinator  # noqa: E402
 from raypod.events import Event, InstanceLost, Repaired, Resized, RunEnded, RunStarted, UpdateDone  # noqa: E402
 from raypod.fleet.inline import InlineFleet  # noqa: E402
 from raypod.fleet.ray import RayFleet  # noqa: E402
+from raypod.plan import layout  # noqa: E402
 from raypod.plan.cluster import LOCAL, Cluster  # noqa: E402
 from raypod.plan.plan import Plan, make_plan  # noqa: E402
 from raypod.plan.resolve import from_values  # noqa: E402
@@ -153,14 +154,14 @@ def compare(plan: Plan, reference: Plan, updates: int, same_until: float) -> Lis
     Every figure must be the same until the update `same_until`, and the mean loss afterwards nearly.
     """
     wrong = []
-    for what, file in (("loss, accuracy", run_folder.METRICS), ("evaluation", run_folder.EVALUATIONS)):
+    for what, file in (("loss, accuracy", layout.METRICS), ("evaluation", layout.EVALUATIONS)):
         found, expected = results_of(plan, file), results_of(reference, file)
-        if file == run_folder.EVALUATIONS and updates not in found:
+        if file == layout.EVALUATIONS and updates not in found:
             expected.pop(updates)  # a run that is interrupted does not evaluate its last update
         wrong += differences(f"updates of {file}", dict.fromkeys(found), dict.fromkeys(expected))
         same = [{update: each[update] for update in each if update <= same_until} for each in (found, expected)]
         wrong += differences(what, *same)
-        if file == run_folder.METRICS and updates > same_until:
+        if file == layout.METRICS and updates > same_until:
             after, expected_after = mean_losses(same_until, found, expected)
             print(f"mean loss after update {same_until:g}: {after:.4f}, without faults {expected_after:.4f}")
             if abs(after - expected_after) > MOST_LOSS_CHANGE:

@@ -15,7 +15,7 @@ sys.path[:0] = [str(ROOT)]
 
 from raypod.checkpoint.storage import checkpoints_folder, list_checkpoints  # noqa: E402
 from raypod.host.process import environment_variables  # noqa: E402
-from raypod.record.run_folder import EVALUATIONS, METRICS  # noqa: E402
+from raypod.plan.layout import EVALUATIONS, METRICS  # noqa: E402
 from tests.support.storage_servers import (  # noqa: E402 - the checkout's own
     BUCKET,
     KEY_ID,

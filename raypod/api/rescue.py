@@ -18,6 +18,7 @@ from raypod.coordinator.elsewhere import Elsewhere
 from raypod.errors import RaypodError
 from raypod.events import CheckpointSaved, Event
 from raypod.host.files import replace_file, strict_json
+from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.record import run_folder
 from raypod.storage.mirror import Mirror
@@ -65,7 +66,7 @@ class Rescue:
             part.copy_to(folder)
         run_id: Optional[str] = self._copies.run_id
         if run_id:
-            replace_file(folder / run_folder.COPIES, (strict_json({"run_id": run_id}) + "\n").encode())
+            replace_file(folder / layout.COPIES, (strict_json({"run_id": run_id}) + "\n").encode())
 
     def _way_on(self, update: int, url: str, hosts: List[str], folder: Path) -> str:
         run_dir = self._plan.run_dir

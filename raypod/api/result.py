@@ -13,8 +13,10 @@ from raypod.checkpoint import storage, weights_file
 from raypod.cli import counted
 from raypod.errors import ConfigError
 from raypod.host.files import parse_json
+from raypod.plan import layout
+from raypod.plan.layout import EVALUATIONS, METRICS, SUMMARY
 from raypod.plan.metric import Metric
-from raypod.record.run_folder import EVALUATIONS, METRICS, SUMMARY, records, way_to_continue
+from raypod.record.run_folder import records, way_to_continue
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,7 +65,7 @@ class Result:
         from raypod.report import command
 
         command.write_report(self.run_dir)
-        return ReportPage(self.run_dir / command.NAME)
+        return ReportPage(self.run_dir / layout.REPORT)
 
     @property
     def metrics(self) -> Any:

@@ -23,7 +23,7 @@ from raypod.checkpoint import digest
 from raypod.checkpoint.format import Manifest, Retention
 from raypod.checkpoint.transfer import CheckpointReceiver
 from raypod.host import files
-from raypod.plan.config import CHECKPOINTS
+from raypod.plan.layout import CHECKPOINTS
 
 FOLDER = "~/.raypod/copies"
 INDEX, ENDED = "run.json", "ended"

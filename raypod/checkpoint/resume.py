@@ -15,7 +15,8 @@ from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.cli import counted
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.plan import ipu_options
-from raypod.plan.config import CHECKPOINTS, CONFIG_FILE, CONTENTS, Config
+from raypod.plan.config import CONTENTS, Config
+from raypod.plan.layout import CHECKPOINTS, CONFIG
 from raypod.plan.learning_rate import DEPEND_ON_LENGTH
 from raypod.plan.metric import EpochSums
 from raypod.plan.plan import Plan
@@ -336,7 +337,7 @@ def _find(where: str, verify: bool) -> ResumePoint:
     if valid is None:
         if damaged:
             raise ConfigError(f"--resume {where}: {checkpoints} contains no valid checkpoint: {'; '.join(damaged)}")
-        again = "; repeat the command that started the run, without --resume" if (path / CONFIG_FILE).is_file() else ""
+        again = "; repeat the command that started the run, without --resume" if (path / CONFIG).is_file() else ""
         raise ConfigError(f"--resume {where}: {_near(where) or f'{checkpoints} contains no checkpoint{again}'}")
     return ResumePoint(valid, tuple(damaged))
 
@@ -346,13 +347,13 @@ def _near(where: str) -> str:
     path = Path(where)
     if path.is_file():
         folder = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
-        is_known = storage.is_checkpoint(folder) or (folder / CONFIG_FILE).is_file()
+        is_known = storage.is_checkpoint(folder) or (folder / CONFIG).is_file()
         return f"a file is no run folder; did you mean {folder}?" if is_known else ""
-    if (path / CONFIG_FILE).is_file():
+    if (path / CONFIG).is_file():
         return ""
-    if path.name == CHECKPOINTS and (path.parent / CONFIG_FILE).is_file():
+    if path.name == CHECKPOINTS and (path.parent / CONFIG).is_file():
         return f"a folder of checkpoints is no run folder; did you mean {path.parent}?"
-    runs = sorted(path.glob(f"*/{CONFIG_FILE}"), key=lambda each: each.stat().st_mtime)
+    runs = sorted(path.glob(f"*/{CONFIG}"), key=lambda each: each.stat().st_mtime)
     if not runs:
         return ""
     return f"{where} is no run folder; it contains {counted(len(runs), 'run')}, the newest is {runs[-1].parent}"

@@ -30,7 +30,8 @@ from raypod.checkpoint.format import (
 )
 from raypod.errors import CheckpointDamaged
 from raypod.host import files
-from raypod.plan.config import CHECKPOINTS, MANIFEST
+from raypod.plan.config import MANIFEST
+from raypod.plan.layout import CHECKPOINTS
 
 _MANIFEST_SHA256, _LATEST = "manifest.sha256", "LATEST"
 _PARTIAL, _REMOVED = ".partial", ".removed"

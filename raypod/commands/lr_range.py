@@ -13,8 +13,9 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 from raypod.cli import FlagParser, show
 from raypod.errors import ConfigError, LossNotFinite
 from raypod.host.files import replace_file
+from raypod.plan.layout import METRICS
 from raypod.planning import value_of
-from raypod.record.run_folder import METRICS, records
+from raypod.record.run_folder import records
 
 CURVE = "lr-range.csv"
 _SPAN = 1e-6  # of the range: its lowest rate divided by its highest one

@@ -23,14 +23,9 @@ from raypod.checkpoint.transfer import CheckpointSender, Requests, Server
 from raypod.cli import INTERRUPTED
 from raypod.coordinator.copy_targets import Abandoned
 from raypod.host.files import parse_json, replace_file, strict_json
-from raypod.plan import stored_code
-from raypod.record import event_log, ledger, run_folder, run_state
+from raypod.plan import layout
+from raypod.record import event_log, run_state
 
-# In the order in which they are opened. A line of the ledger is written before that of the metrics.
-_FILES = (
-    *(run_folder.CONFIG, stored_code.SEAL, run_folder.PLAN, run_folder.METRICS, run_folder.EVALUATIONS),
-    *(ledger.NAME, event_log.NAME, run_folder.COPIES, run_folder.STORAGE),
-)
 _LINES = ".jsonl"
 
 
@@ -63,7 +58,7 @@ def run_id(run_dir: Path) -> str:
     Raises:
         OSError: it cannot be written into the run folder.
     """
-    path = run_dir / run_folder.COPIES
+    path = run_dir / layout.COPIES
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return str(parse_json(path.read_text())["run_id"])
     name = re.sub(r"[^A-Za-z0-9._-]", "_", run_dir.resolve().name).lstrip(".")[:60]
@@ -87,7 +82,7 @@ def opened(run_dir: Path, path: Path, folder: Optional[Path] = None) -> Iterator
             for name, record in checkpoint.manifest.files.items()
         }
         files = {}
-        for name in _FILES:
+        for name in layout.names("copy"):
             with contextlib.suppress(FileNotFoundError):
                 file = stack.enter_context(((folder or run_dir) / name).open("rb"))
                 files[name] = Part(
@@ -112,8 +107,8 @@ def send(server: Server, source: Source, run: str, timeout_s: float, is_abandone
                 target.write(data)
     sender.commit(manifest, Retention(1))
     requests = Requests(server, max(0.0, deadline_s - time.monotonic()))
-    expected = {run_state.NAME: hashlib.sha256(source.state).hexdigest()}
-    requests.add("write_file", run_state.NAME, source.state)
+    expected = {layout.STATE: hashlib.sha256(source.state).hexdigest()}
+    requests.add("write_file", layout.STATE, source.state)
     for name, part in source.files.items():
         digest = hashlib.sha256()
         requests.add("write_file", name, b"")  # an empty file is a file, too
@@ -167,7 +162,7 @@ def _interrupted_state(run_dir: Path, checkpoint: Checkpoint) -> bytes:
     """
     state = run_state.read(run_dir)
     if state is None:
-        raise FileNotFoundError(f"{run_dir} has no readable {run_state.NAME}")
+        raise FileNotFoundError(f"{run_dir} has no readable {layout.STATE}")
     ended = dataclasses.replace(
         state,
         state=run_state.INTERRUPTED,

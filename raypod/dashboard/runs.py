@@ -16,15 +16,12 @@ from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, OrderedDict, Tuple
 
 from raypod.errors import ConfigError
-from raypod.record import event_log, run_folder, run_state
+from raypod.plan import layout
+from raypod.plan.layout import is_run_folder
+from raypod.record import run_state
 from raypod.record.run_end import RunEndWatch
-from raypod.report.run_data import RunReader, is_run_folder
+from raypod.report.run_data import RunReader
 
-_FILES = (
-    *(run_folder.METRICS, run_folder.EVALUATIONS, run_folder.SUMMARY, run_folder.CONFIG, run_folder.PLAN),
-    run_folder.TEST,
-    *(run_state.NAME, event_log.NAME),
-)
 _ALIVE = (run_state.STARTING, run_state.RUNNING)
 _MAX_READERS = 32  # the least recently used one is closed
 _MOVING_S = 5.0  # the data of a run that is alive changes with time, even if it writes nothing
@@ -60,7 +57,7 @@ class RunsFolder:
             raise ConfigError(f"dashboard {folder}: {problem}; give the folder that holds the runs")
         self._entries: Dict[str, Entry] = {}
         self._readers: OrderedDict[str, _Reader] = collections.OrderedDict()
-        self._ends: Dict[str, RunEndWatch] = {}  # of runs whose coordinator is on another host
+        self._ends: Dict[str, RunEndWatch] = {}  # of runs without an end on record
         self._lock = threading.Lock()
         try:
             self._paths()
@@ -120,9 +117,9 @@ class RunsFolder:
         return shown
 
     def _has_died(self, name: str, state: run_state.RunState) -> bool:
-        if state.has_ended or state.is_local:
+        if state.has_ended:
             self._ends.pop(name, None)
-            return not state.has_ended and not state.is_alive
+            return False
         path = self.folder if is_run_folder(self.folder) else self.folder / name
         return self._ends.setdefault(name, RunEndWatch(path)).has_died
 
@@ -146,7 +143,7 @@ class _Reader:
 def _read(path: Path, known: Optional[Entry]) -> Optional[Entry]:
     """Read a folder again if it has changed; None if it has disappeared."""
     try:
-        folder, state_file = _identity(path), _identity(path / run_state.NAME)
+        folder, state_file = _identity(path), _identity(path / layout.STATE)
     except OSError:
         return None
     if known is not None and (known.folder, known.state_file) == (folder, state_file):
@@ -162,7 +159,7 @@ def _identity(path: Path) -> Identity:
     try:
         facts = path.lstat()
     except FileNotFoundError:
-        if path.name == run_state.NAME:
+        if path.name == layout.STATE:
             return ()
         raise
     return facts.st_ino, facts.st_mtime_ns, facts.st_size
@@ -170,7 +167,7 @@ def _identity(path: Path) -> Identity:
 
 def _has_only_files(path: Path) -> bool:
     """Return whether the files that are read are regular ones: no links out of the folder, and no pipes."""
-    for name in _FILES:
+    for name in layout.names("show"):
         try:
             if not stat.S_ISREG((path / name).lstat().st_mode):
                 return False

@@ -12,8 +12,6 @@ from raypod.host.folders import create_folder, create_numbered_folder
 from raypod.launcher import options
 from raypod.launcher.options import Request
 
-OPTIONS_FILE = "launch.yaml"
-
 
 def check_files(request: Request) -> None:
     """Check --run-dir and --export-config before anything is started or written.

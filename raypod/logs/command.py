@@ -8,19 +8,16 @@ from typing import FrozenSet, List, Optional, Sequence
 
 from raypod.cli import FlagParser
 from raypod.errors import ConfigError
-from raypod.logs import event_text
 from raypod.logs.hosts import read_plan
 from raypod.logs.since import parse_since
 from raypod.logs.sources import Selection, logs_in
 from raypod.logs.stream import Logs
+from raypod.plan import layout
 from raypod.plan.cluster import read_cluster
 from raypod.pod import ssh
-from raypod.record import run_folder, run_state
-from raypod.record.event_log import NAME as EVENTS_FILE
+from raypod.record import event_text
 
 _BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE: stdout is closed
-_LAUNCH_FILE = "launch.yaml"
-_MARKS = (run_folder.PLAN, run_folder.METRICS, run_state.NAME, EVENTS_FILE, _LAUNCH_FILE)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
             return ssh.pass_through(cluster.hosts[0], cluster.ssh, words)
     folder = _checked(Path(args.run))
     instances = _instances(folder, args.instance)
-    kinds = event_text.parse_kinds(args.events or ("main" if instances is None else "none"))
+    kinds = _kinds(args.events or ("main" if instances is None else "none"))
     since_s = parse_since(args.since) if args.since is not None else None
     selection = Selection(instances, kinds, since_s, _tail(args.tail))
     try:
@@ -82,9 +79,20 @@ def _checked(folder: Path) -> Path:
     if not folder.is_dir():
         place = "" if folder.is_absolute() else f" in {Path.cwd()}"  # with --cluster the home folder of the head
         raise ConfigError(f"logs {folder}: the run folder does not exist{place}")
-    if not any((folder / name).exists() for name in _MARKS):
-        raise ConfigError(f"logs {folder}: not the folder of a run or a launch: it has no {run_folder.PLAN}")
+    if not layout.is_run_folder(folder, launches=True):
+        raise ConfigError(f"logs {folder}: not the folder of a run or a launch: it has no {layout.PLAN}")
     return folder.absolute()
+
+
+def _kinds(text: str) -> FrozenSet[str]:
+    """Return the kinds of events that --events names."""
+    named = {"none": frozenset(), "main": event_text.MAIN, "all": event_text.ALL}
+    kinds = named.get(text, frozenset(each.strip() for each in text.split(",")))
+    unknown = sorted(kinds - event_text.ALL)
+    if unknown:
+        known = ", ".join(sorted(event_text.ALL))
+        raise ConfigError(f"--events {text}: {unknown[0]!r} is no kind of event; known: none, main, all, {known}")
+    return kinds
 
 
 def _instances(folder: Path, texts: Sequence[str]) -> Optional[FrozenSet[int]]:

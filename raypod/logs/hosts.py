@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
 from raypod.host.files import parse_json
+from raypod.plan import layout
 from raypod.plan.cluster import Cluster, Host, Ssh
 from raypod.plan.cluster_file import is_host, is_user
+from raypod.plan.layout import LAUNCH
 from raypod.pod import ssh
-from raypod.record import run_folder
-from raypod.record.run_end import LAUNCH
 
 
 class Process(NamedTuple):
@@ -25,7 +25,7 @@ class Process(NamedTuple):
 def read_plan(folder: Path) -> Dict[str, Any]:
     """Return the content of `plan.json`; {} if there is none."""
     try:
-        content = parse_json((folder / run_folder.PLAN).read_text())
+        content = parse_json((folder / layout.PLAN).read_text())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -14,18 +14,19 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from raypod.cli import show
 from raypod.errors import ConfigError, RunError
-from raypod.logs import event_text
 from raypod.logs.hosts import cluster_in, elsewhere, has_proxy, launch_hosts, processes_in, read_plan
 from raypod.logs.printer import Printer
 from raypod.logs.remote import HostLogs, Mirror, wait_synced
 from raypod.logs.sources import EVENTS, LogSource, Selection, TimedLine, label_of, logs_in
+from raypod.plan import layout
 from raypod.plan.cluster import Host
 from raypod.pod import ssh
-from raypod.record.event_log import NAME as EVENTS_FILE
+from raypod.record import event_text
 from raypod.record.growing_file import GrowingFile
 from raypod.record.run_end import RunEnd, RunEndWatch
 
 _POLL_S = 0.2
+_CLOCK = "%Y-%m-%d %H:%M:%S"  # of an event, in local time
 _STATE_S = 30.0  # a run that starts writes its process into the folder within this time
 
 Labelled = Tuple[float, str, bytes]  # time, label, line
@@ -38,7 +39,7 @@ class Logs:
         self._folder, self._selection = folder, selection
         self._plan = read_plan(folder)
         self._cluster = cluster_in(self._plan)
-        self._events = GrowingFile(folder / EVENTS_FILE)
+        self._events = GrowingFile(folder / layout.EVENTS)
         self._sources: Dict[str, LogSource] = {}
         self._hosts: Dict[str, HostLogs] = {}
         self._mirrors: Dict[str, Mirror] = {}  # by label
@@ -126,10 +127,12 @@ class Logs:
             if record.get("event") in ("run_started", "repaired"):
                 self._records.append(record)
                 self._are_named = True
-            time_s = event_text.time_of(record) or 0.0
+            unix_s = event_text.time_of(record)
+            clock = time.strftime(_CLOCK, time.localtime(unix_s)) if unix_s is not None else "unknown time"
+            time_s = unix_s or 0.0
             since_s = self._selection.since_s
             if str(record.get("event")) in self._selection.kinds and (since_s is None or time_s >= since_s):
-                yield time_s, EVENTS, event_text.text_of(record).encode()
+                yield time_s, EVENTS, f"{clock} {event_text.text_of(record)}".encode()
 
     def _open_sources(self, exists: bool) -> None:
         """Open the files that are not open; those that `exists`ed at the start begin where the selection does."""
@@ -149,7 +152,7 @@ class Logs:
         processes, is_complete = processes_in(records)
         found, unknown = elsewhere(self._folder, self._cluster, processes)
         if not is_complete:
-            events = self._folder / EVENTS_FILE
+            events = self._folder / layout.EVENTS
             self._warn("", f"{events} names processes in an unknown form; their logs on other hosts are not shown")
         for name in unknown:
             self._warn(name, f"host {name} is not in {self._folder}/plan.json; logs on it are not shown")

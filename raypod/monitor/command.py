@@ -18,10 +18,10 @@ from raypod.monitor import live
 from raypod.monitor.model import to_json
 from raypod.monitor.pod_source import PodSource
 from raypod.monitor.render import plain
-from raypod.monitor.run_files import is_run_folder
 from raypod.monitor.screen import POD, RUN, Screen
 from raypod.monitor.terminal import is_live
 from raypod.plan.cluster import read_cluster
+from raypod.plan.layout import is_run_folder
 
 _LEAST_S, _MOST_S = 0.1, 60.0
 _LOAD_S = 0.55  # the load of a host is measured over this time at least
@@ -70,7 +70,7 @@ def _folder(text: str) -> Path:
     folder = Path(text)
     if not folder.is_dir():
         raise ConfigError(f"monitor {text}: the run folder does not exist")
-    if not is_run_folder(folder):
+    if not is_run_folder(folder, launches=True):
         raise ConfigError(f"monitor {text}: the folder holds no run (no state.json, launch.json or metrics.jsonl)")
     return folder.resolve()
 

@@ -10,26 +10,20 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 from raypod.host.files import parse_json
 from raypod.monitor.model import Instance, Run
 from raypod.monitor.snapshots import event_lines
+from raypod.plan.layout import EVENTS, LAUNCH, METRICS, PLAN, SUMMARY
 from raypod.plan.values import TRACES
 from raypod.record import run_state
-from raypod.record.event_log import NAME as EVENTS
 from raypod.record.growing_file import GrowingFile
 from raypod.record.recent_events import RecentEvents
-from raypod.record.run_end import LAUNCH, RunEndWatch
+from raypod.record.run_end import RunEndWatch
 from raypod.record.run_state import RunState
 
-METRICS, PLAN, SUMMARY = "metrics.jsonl", "plan.json", "summary.json"
 _KEPT_UPDATES, _KEPT_EVENTS = 512, 200
 _TAIL_BYTES = 512 << 10  # of metrics.jsonl
 _NO_METRIC = frozenset(
     ("update", "epoch", "samples", "samples_per_s", "time_s", "data_wait_share", "missing_reports", *TRACES)
 )  # keys of a line of metrics.jsonl
 _CALL_KEYS = ("data_wait_share", "p50_s", "p95_s", "slowest_s", "busy_ratio")
-
-
-def is_run_folder(folder: Path) -> bool:
-    """Return whether a folder holds a training run or a launch."""
-    return any((folder / name).is_file() for name in (run_state.NAME, LAUNCH, METRICS, PLAN))
 
 
 class RunFiles:

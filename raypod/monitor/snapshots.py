@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
-from raypod.cli import counted
 from raypod.monitor.model import EventLine, Instance, Run, Usage
-from raypod.monitor.words import amount, clean, duration
+from raypod.monitor.words import clean
+from raypod.record.event_text import RECENT, text_of, time_of
 
 Snapshot = Mapping[str, Any]
 _COPIED = (  # keys that have the same name and meaning in `Run`
@@ -111,58 +111,5 @@ def _series(columns: Mapping[str, Sequence[Any]]) -> Dict[str, Tuple[Optional[fl
 
 def event_lines(records: Sequence[Mapping[str, Any]]) -> Tuple[EventLine, ...]:
     """Return the events that the monitor shows, of records as `events.jsonl` has them."""
-    found: List[EventLine] = []
-    for record in records:
-        kind, unix_s = str(record.get("event")), record.get("unix_s")
-        describe = _TEXTS.get(kind)
-        if describe is not None:
-            try:
-                text = describe(record)
-            except (KeyError, TypeError, ValueError, AttributeError):  # of another version
-                text = kind.replace("_", " ")
-            found.append(EventLine(unix_s if isinstance(unix_s, (int, float)) else None, kind, clean(text)))
-    return tuple(found)
-
-
-def _metrics(record: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {amount(value)}" for name, value in record["metrics"].items())
-
-
-def _lost(record: Mapping[str, Any]) -> str:
-    heartbeat = f"; last heartbeat: {record['activity']}" if record.get("activity") else ""
-    return f"instance {record['instance']} on {record['host']} lost ({record['kind']}{heartbeat}): {record['cause']}"
-
-
-def _repaired(record: Mapping[str, Any]) -> str:
-    moved = ", ".join(f"instance {each} on {host}" for each, host in zip(record["lost"], record["hosts"]))
-    seconds = record.get("seconds")
-    took = f" in {duration(seconds)}" if isinstance(seconds, (int, float)) else ""
-    return f"replaced{took}: {moved}; weights from {record['seeded_from']}; continues after update {record['update']}"
-
-
-def _ended(record: Mapping[str, Any]) -> str:
-    cause = f" ({record['cause']})" if record.get("cause") else ""
-    how = "interrupted" if record["interrupted"] else "done"
-    how = "preempted" if record.get("preempted") else how
-    return f"{how}{cause} after update {record['updates']}"
-
-
-_TEXTS: Dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "process_started": lambda record: f"process {record['pid']} started on {record['host']}",
-    "run_started": lambda record: f"started: generation {record['generation']}, from update {record['first_update']}",
-    "epoch_done": lambda record: f"epoch {record['epoch']}: {_metrics(record)}",
-    "evaluation_done": lambda record: f"evaluated after update {record['update']}: {_metrics(record)}",
-    "checkpoint_saved": lambda record: f"saved after update {record['update']}: {record['path'].rpartition('/')[2]}",
-    "checkpoint_failed": lambda record: f"checkpoint after update {record['update']} failed: {record['cause']}",
-    "instance_lost": _lost,
-    "instance_warned": lambda record: f"warning of instance {record['instance']}: {record['text']}",
-    "repaired": _repaired,
-    "resized": lambda record: f"continues on {counted(record['replicas'], 'replica')} after update {record['update']}",
-    "stopped_early": lambda record: f"stops early after update {record['update']}: {record['metric']}",
-    "run_ended": _ended,
-    "process_failed": lambda record: f"failed with exit code {record['exit_code']}: {record['message']}",
-    "process_interrupted": lambda record: "interrupted by a signal",
-    "process_preempted": lambda record: record["message"],
-    "program_started": lambda record: f"program {record['instance']} started on {record['host']}",
-    "program_ended": lambda record: f"program {record['instance']} ended with exit code {record['exit_code']}",
-}
+    shown = [each for each in records if each.get("event") in RECENT]
+    return tuple(EventLine(time_of(each), str(each["event"]), clean(text_of(each))) for each in shown)

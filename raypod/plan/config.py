@@ -21,7 +21,6 @@ from raypod.plan.section import Section
 from raypod.plan.urls import check_url, is_url
 from raypod.plan.values import Betas, Counts, Epochs, ImageShape, Names, Samples, Splits, parse_evaluations, parse_size
 
-CHECKPOINTS, CONFIG_FILE = "checkpoints", "config.yaml"  # of a run folder
 MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")

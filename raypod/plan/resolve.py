@@ -18,8 +18,6 @@ from raypod.cli import FlagParser, nearest, show, suggestion
 from raypod.errors import ConfigError
 from raypod.plan import ipu_config, shipped, stored_code
 from raypod.plan.config import (
-    CHECKPOINTS,
-    CONFIG_FILE,
     IMAGE_CLASSIFICATION,
     IMAGE_TASKS,
     MANIFEST,
@@ -29,6 +27,7 @@ from raypod.plan.config import (
     TaskOptions,
     fields,
 )
+from raypod.plan.layout import CHECKPOINTS, CONFIG, is_run_folder
 from raypod.plan.pod_section import PodSection
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
 from raypod.plan.urls import is_url
@@ -155,17 +154,20 @@ def _config_of_resumed(resume: Optional[Any], run_dir: Optional[Any]) -> Optiona
         return None
     is_gone = not is_url(str(resume)) and not Path(str(resume)).exists()
     folders = (run_folder_of(str(resume)), Path(str(run_dir)) if run_dir and is_gone else None)
-    files = (str(each / CONFIG_FILE) for each in folders if each and (each / CONFIG_FILE).is_file())
+    files = (str(each / CONFIG) for each in folders if each and (each / CONFIG).is_file())
     return next(files, None)
 
 
 def _check_stored(values: Values, path: Path, is_resumed: bool, resume: str = "") -> None:
     """Check what the configuration of a run folder decides; ConfigError if it may not. Other files are the user's."""
-    marks = ("plan.json", CHECKPOINTS)
-    if is_resumed or (path.name == CONFIG_FILE and any((path.parent / mark).exists() for mark in marks)):
+    if is_resumed or (path.name == CONFIG and _is_of_run(path.parent)):
         stored_code.check(values, path)
         stored_code.check_storage(values, path, resume)
         stored_code.check_commands(values, path)
+
+
+def _is_of_run(folder: Path) -> bool:
+    return is_run_folder(folder) or (folder / CHECKPOINTS).exists()
 
 
 def _given(args: argparse.Namespace, schema: Schema) -> Dict[str, Any]:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Collection, Dict, List, Mapping, Optional, Tuple
 
 from raypod.errors import ConfigError
-from raypod.plan.config import CONFIG_FILE, LIBRARIES
+from raypod.plan.config import LIBRARIES
+from raypod.plan.layout import CONFIG, SEAL
 
-SEAL = "config.seal"  # of a run folder
 FLAGS = {
     "task.name": "--task",
     "data.dataset": "--dataset",
@@ -102,7 +102,7 @@ def seal_of(content: bytes) -> Optional[str]:
 def is_own(folder: Path) -> bool:
     """Return whether this user wrote the configuration of a run folder on this host."""
     try:
-        content, seal = (folder / CONFIG_FILE).read_bytes(), (folder / SEAL).read_text()
+        content, seal = (folder / CONFIG).read_bytes(), (folder / SEAL).read_text()
     except (OSError, UnicodeDecodeError):
         return False
     expected = seal_of(content)

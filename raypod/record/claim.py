@@ -15,12 +15,12 @@ from raypod.host import lease
 from raypod.host.files import replace_file
 from raypod.host.folders import create_folder, create_numbered_folder, remove_empty
 from raypod.host.lease_file import Log
+from raypod.plan import layout
 from raypod.plan.config import Config
-from raypod.plan.stored_code import SEAL
-from raypod.record import event_log, run_folder, run_state
-from raypod.record.run_folder import CONFIG, EVALUATIONS, LOGS, PLAN, STORAGE
+from raypod.plan.layout import LOGS
+from raypod.record import run_folder, run_state
 
-_REPLACED = (CONFIG, SEAL, PLAN, EVALUATIONS, run_state.NAME, event_log.NAME, STORAGE)  # written before the run starts
+_REPLACED = layout.names("undo")
 
 
 class Claim:
@@ -165,7 +165,7 @@ def _acquire(folder: Path, created: List[Path], take_over: bool, log: Log) -> Cl
     try:
         state = run_state.read(folder)
         if state is not None and held.is_first and not take_over and state.may_be_running:
-            holder = f"pid {state.pid} on host {state.host}, as {run_state.NAME} says, which has no lease"
+            holder = f"pid {state.pid} on host {state.host}, as {layout.STATE} says, which has no lease"
             raise LeaseHeld(str(folder), holder, way_out)
         return Claim(folder, held, created)
     except (OSError, LeaseHeld):

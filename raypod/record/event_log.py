@@ -22,11 +22,11 @@ from raypod.errors import ConfigError, LeaseLost, RunError
 from raypod.events import CallDone, CheckpointBegun, EvaluationDone, Event, UpdateDone
 from raypod.host.abort import on_abort
 from raypod.host.files import AppendOnlyFile, strict_json
+from raypod.plan.layout import EVENTS
 from raypod.record.call_times import CallTimesLog
 from raypod.record.growing_file import parse_records
 from raypod.record.run_state import end_of
 
-NAME = "events.jsonl"
 _SYNC_INTERVAL_S = 60.0
 _PAIRS = ("seconds", "versions")  # fields that hold (name, value) pairs if they are tuples; objects in JSON
 
@@ -50,9 +50,9 @@ class EventLog:
             ConfigError: it cannot be opened.
         """
         try:
-            self._file = AppendOnlyFile(run_dir / NAME, warn)
+            self._file = AppendOnlyFile(run_dir / EVENTS, warn)
         except OSError as error:
-            raise ConfigError(f"cannot write {run_dir / NAME}: {error.strerror}") from None
+            raise ConfigError(f"cannot write {run_dir / EVENTS}: {error.strerror}") from None
         self._file.end_line()
         self._call_times = CallTimesLog()
         self._stack = contextlib.ExitStack()
@@ -73,7 +73,7 @@ class EventLog:
 
     def copy_to(self, folder: Path) -> None:
         """Copy the log into another run folder, with what its own disk does not take. OSError as from the disk."""
-        self._file.copy_to(folder / NAME)
+        self._file.copy_to(folder / EVENTS)
 
     def __enter__(self) -> EventLog:
         self._stack.enter_context(on_abort(self._write_end))
@@ -109,7 +109,7 @@ class EventLog:
 def restarts_in(run_dir: Path) -> int:
     """Return the number of repairs that the log of a run folder holds, over all starts of the run; 0 without a log."""
     restarts_of_starts = [0]
-    for line in lines_with(run_dir / NAME, (b'"process_started"', b'"repaired"')):
+    for line in lines_with(run_dir / EVENTS, (b'"process_started"', b'"repaired"')):
         event, restarts = line.get("event"), line.get("restarts")
         if event == "process_started":
             restarts_of_starts.append(0)

@@ -14,10 +14,9 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 from raypod.events import CallDone, Event, Repaired, Resized, RunStarted
 from raypod.host.files import AppendOnlyFile, parse_json
+from raypod.plan.layout import LEDGER
 from raypod.plan.plan import Geometry, Plan
 from raypod.record.growing_file import last_lines
-
-NAME = "ledger.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Ledger:
     def __init__(self, plan: Plan, warn: Callable[[str], None] = lambda text: None) -> None:
         """Open the ledger; `warn` gets one line when the disk begins to fail. OSError if it cannot be opened."""
         self._plan = plan
-        self._file = AppendOnlyFile(Path(plan.run_dir) / NAME, warn)
+        self._file = AppendOnlyFile(Path(plan.run_dir) / LEDGER, warn)
         self._file.end_line()
         self._generation = 0
         geometry = plan.geometry
@@ -102,7 +101,7 @@ class Ledger:
 
     def copy_to(self, folder: Path) -> None:
         """Copy the file into another run folder, with what its own disk does not take. OSError as from the disk."""
-        self._file.copy_to(folder / NAME)
+        self._file.copy_to(folder / LEDGER)
 
     def close(self) -> None:
         """Close the file. OSError if lines could not be written."""
@@ -128,7 +127,7 @@ def read(path: Path) -> Tuple[List[Line], List[int]]:
 
 def last_generation(run_dir: str) -> int:
     """Return the newest generation in the ledger of a run folder; 0 without a ledger."""
-    found = (_parsed(line.text) for line in last_lines(Path(run_dir) / NAME))  # generations only grow
+    found = (_parsed(line.text) for line in last_lines(Path(run_dir) / LEDGER))  # generations only grow
     return next((line.generation for line in found if line is not None), 0)
 
 

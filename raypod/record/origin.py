@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Optional
 
 from raypod.checkpoint import resume, storage
+from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.record import event_log, run_state
 
@@ -44,7 +45,7 @@ def continues(plan: Plan) -> bool:
 def _recorded(folder: Path) -> Optional[str]:
     """Return the record of the last start that did not continue the run in its folder."""
     origin: Optional[str] = None
-    for line in event_log.lines_with(folder / event_log.NAME, (b'"run_started"',)):
+    for line in event_log.lines_with(folder / layout.EVENTS, (b'"run_started"',)):
         if line.get("event") == "run_started" and line.get("resumed_from") != _OWN:
             origin = line.get("resumed_from")
     return origin

@@ -27,11 +27,11 @@ from raypod.events import (
     UpdateDone,
 )
 from raypod.host.files import parse_json, replace_file, strict_json
+from raypod.plan.layout import PROFILE
 from raypod.plan.plan import Plan
 from raypod.record.event_log import event_name, fields_of
 from raypod.record.trace import COORDINATOR, Trace, in_sequence, merged
 
-NAME = "profile.json"
 _OF_INSTANCES = "in the instances: "  # begins the names of those steps in RunStarted.seconds
 _PHASES = "phases"
 _NO_CLOCK = "unknown: no reply; its times are those of its own clock"
@@ -161,7 +161,7 @@ class ProfileWriter:
         self._is_done = True
         self._read_clocks()
         self._begin_phase(None, time.monotonic())
-        path, content = Path(self._plan.run_dir) / NAME, self._content()
+        path, content = Path(self._plan.run_dir) / PROFILE, self._content()
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):  # there is no earlier part
             earlier = parse_json(path.read_bytes())
             if earlier["metadata"]["window"] == content["metadata"]["window"]:

@@ -11,10 +11,11 @@ from raypod.host import lease_file
 from raypod.host.files import parse_json
 from raypod.host.lease_file import LeaseFile, Log
 from raypod.host.process import has_open
-from raypod.record import event_log, run_state
+from raypod.plan import layout
+from raypod.plan.layout import LAUNCH
+from raypod.record import run_state
 from raypod.record.run_state import RunState
 
-LAUNCH = "launch.json"  # written by raypod launch, with these keys and others
 _LAUNCH_KEYS = ("pid", "started_ticks", "host", "state", "exit_code")
 _DEAD_S = 3600.0  # no two clocks differ by as much
 _EXIT_S = 3.0  # a process that has recorded its end may print more for at most this time
@@ -46,9 +47,14 @@ class RunEndWatch:
         return end is not None and end.exit_code is None
 
     def observe(self, log: Log) -> None:
-        """Wait until it is known whether the coordinator lives, if another host holds the lease; see `has_ended`."""
-        state, found = run_state.read(self._run_dir), lease_file.current(self._run_dir)
-        if state is not None and found is not None and not is_observed_alive(state, found, log):
+        """Wait until it is known whether the coordinator lives, if another host holds the lease; `log` prints a line.
+
+        That host, its disk and this host have clocks of their own: the age of a heartbeat alone proves no death.
+        """
+        state, found, now_s = run_state.read(self._run_dir), lease_file.current(self._run_dir), time.time()
+        if state is None or found is None or state.is_local or state.has_ended:
+            return
+        if now_s - found.renewed_s >= _DEAD_S or lease_file.has_ended(found, now_s, log):
             self._renewed_s, self._changed_s = found.renewed_s, -math.inf
 
     def poll(self) -> Optional[RunEnd]:
@@ -62,29 +68,19 @@ class RunEndWatch:
             return None
         if not state.has_ended:
             self._ended_s = None
-            is_remote_launch = found is None and not state.is_local and not (self._run_dir / run_state.NAME).exists()
-            alive = is_remote_launch or may_be_alive(state, found, time.monotonic() - self._changed_s)
-            return None if alive else RunEnd(state, None)
+            return None if self._is_alive(state, found) else RunEnd(state, None)
         if self._ended_s is None:
             self._ended_s = time.monotonic()
         is_exiting = state.is_alive and time.monotonic() - self._ended_s < _EXIT_S
         return None if is_exiting else RunEnd(state, state.exit_code)
 
-
-def may_be_alive(state: RunState, found: Optional[LeaseFile], silent_s: float) -> bool:
-    """Return whether the coordinator lives. On another host that is judged by its lease, silent for `silent_s`."""
-    return state.is_alive if state.is_local else found is not None and silent_s < found.expires_after_s
-
-
-def is_observed_alive(state: RunState, found: Optional[LeaseFile], log: Log) -> bool:
-    """Return whether the coordinator lives. `log` prints a line before a lease of another host is observed.
-
-    That host, its disk and this host have clocks of their own: the age of a heartbeat alone proves no death.
-    """
-    if state.is_local or found is None or state.has_ended:
-        return state.is_alive
-    now_s = time.time()
-    return now_s - found.renewed_s < _DEAD_S and not lease_file.has_ended(found, now_s, log)
+    def _is_alive(self, state: RunState, found: Optional[LeaseFile]) -> bool:
+        """Return whether the process of a run without an end lives; on another host its lease tells."""
+        if state.is_local:
+            return state.is_alive
+        if found is None:  # a launch has none
+            return not (self._run_dir / layout.STATE).exists()
+        return time.monotonic() - self._changed_s < found.expires_after_s
 
 
 def is_coordinator(run_dir: Path, state: RunState) -> bool:
@@ -97,7 +93,7 @@ def is_coordinator(run_dir: Path, state: RunState) -> bool:
     holder = found.holder if found else None
     if holder is None or not holder.is_local or (holder.pid, holder.started_ticks) != (state.pid, state.started_ticks):
         return False
-    return state.is_alive and has_open(state.pid, run_dir / event_log.NAME)
+    return state.is_alive and has_open(state.pid, run_dir / layout.EVENTS)
 
 
 def _launch_state(folder: Path) -> Optional[RunState]:

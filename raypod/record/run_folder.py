@@ -14,8 +14,9 @@ from raypod.errors import ConfigError, RunError
 from raypod.events import EvaluationDone, Repaired, RunEnded, RunStarted, StoppedEarly, UpdateDone
 from raypod.host.files import replace_file, strict_json
 from raypod.host.lease_file import is_lease
-from raypod.plan import stored_code
-from raypod.plan.config import CONFIG_FILE, Config
+from raypod.plan import layout, stored_code
+from raypod.plan.config import Config
+from raypod.plan.layout import CONFIG, EVALUATIONS, LOGS, METRICS, PLAN, SEAL, SUMMARY
 from raypod.plan.plan import Plan, default_run_dir
 from raypod.plan.resolve import run_folder_of
 from raypod.plan.tables import describe, topology_summary
@@ -25,11 +26,6 @@ from raypod.record.coordinator_log import log_of
 from raypod.record.flat_record import flat_record, from_flat_record
 from raypod.record.growing_file import last_lines, parse_records
 from raypod.record.metrics import MetricsAggregator
-
-METRICS, EVALUATIONS, SUMMARY, TEST = "metrics.jsonl", "evaluations.jsonl", "summary.json", "test.json"
-CONFIG, PLAN, LOGS = CONFIG_FILE, "plan.json", "logs"
-STORAGE, COPIES = "storage.json", "copies.json"  # the identity of the run on a storage, and on other hosts
-_MARKS = (METRICS, PLAN, run_state.NAME)  # a folder with one of them is a run folder
 
 
 def choose(resolved: Config) -> str:
@@ -59,7 +55,7 @@ def check_is_run_folder(folder: Path, config: Config) -> None:
     if not folder.is_dir():
         raise ConfigError(f"--run-dir {folder} is not a folder; choose another one")
     names = sorted(path.name for path in folder.iterdir())
-    if set(names) & set(_MARKS) or any(map(is_lease, names)) or _is_hardly_begun(folder, names):
+    if layout.is_run_folder(folder) or any(map(is_lease, names)) or _is_hardly_begun(folder, names):
         return
     if config.run.resume and run_folder_of(config.run.resume) == folder.resolve():
         return
@@ -121,7 +117,7 @@ def create(plan: Plan) -> None:
         replace_file(folder / CONFIG, content)
         seal = stored_code.seal_of(content)
         if seal is not None:
-            replace_file(folder / stored_code.SEAL, f"{seal}\n".encode())
+            replace_file(folder / SEAL, f"{seal}\n".encode())
     except OSError as error:
         raise ConfigError(f"cannot write into the run folder {folder}: {error.strerror}") from None
 

@@ -20,9 +20,9 @@ from raypod.host.abort import on_abort
 from raypod.host.files import parse_json, replace_file, strict_json
 from raypod.host.job_driver import submission_id_of
 from raypod.host.process import is_stopped, process_start_ticks
+from raypod.plan.layout import STATE
 from raypod.plan.plan import Plan
 
-NAME = "state.json"
 _WRITE_INTERVAL_S = 1.0
 _SHARE = 0.05  # of the time: a write waits for the disk
 STARTING, RUNNING, DONE, INTERRUPTED, FAILED = "starting", "running", "done", "interrupted", "failed"
@@ -88,7 +88,7 @@ class RunState:
 def read(run_dir: Path) -> Optional[RunState]:
     """Return the state of the run in a folder; None if there is none."""
     try:
-        state = RunState(**parse_json((run_dir / NAME).read_text()))
+        state = RunState(**parse_json((run_dir / STATE).read_text()))
     except (OSError, ValueError, TypeError):
         return None
     # A file can hold anything: null as the start time would be equal to that of a process that does not exist.
@@ -102,7 +102,7 @@ def is_unfinished(run_dir: Path) -> bool:
     """
     state = read(run_dir)
     if state is None:
-        return (run_dir / NAME).is_file()
+        return (run_dir / STATE).is_file()
     return state.state != DONE and not state.is_running
 
 
@@ -120,7 +120,7 @@ class StateFile:
     """Writes the state of the run of this process."""
 
     def __init__(self, run_dir: Path, plan: Plan, preemption_exit_code: int = cli.INTERRUPTED) -> None:
-        self._path, self._plan, self._preemption_exit_code = run_dir / NAME, plan, preemption_exit_code
+        self._path, self._plan, self._preemption_exit_code = run_dir / STATE, plan, preemption_exit_code
         ticks = process_start_ticks(os.getpid()) or 0
         own = (os.getpid(), ticks, socket.gethostname())
         job, samples_are = submission_id_of(os.environ), plan.task.samples_are
@@ -158,7 +158,7 @@ class StateFile:
     def copy_to(self, folder: Path) -> None:
         """Write into another run folder that the run has failed. OSError as from the disk."""
         failed = dataclasses.replace(self._state, state=FAILED, exit_code=1, status_port=None, status_token_file=None)
-        replace_file(folder / NAME, (strict_json(dataclasses.asdict(failed)) + "\n").encode())
+        replace_file(folder / STATE, (strict_json(dataclasses.asdict(failed)) + "\n").encode())
 
     def __enter__(self) -> StateFile:
         self._stack.enter_context(on_abort(self._record_end))

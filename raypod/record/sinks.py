@@ -17,14 +17,13 @@ from raypod.host import held_folder
 from raypod.host.files import AppendOnlyFile, keep_beginning, parse_json, replace_file, strict_json
 from raypod.plan import user_code
 from raypod.plan.config import Config
+from raypod.plan.layout import EVALUATIONS, METRICS, TENSORBOARD, TEST
 from raypod.plan.plan import Plan
 from raypod.record.flat_record import flat_record, traces_of
 from raypod.record.growing_file import last_lines
 from raypod.record.ledger import Ledger
-from raypod.record.run_folder import EVALUATIONS, METRICS, TEST
 
 Warn = Callable[[str], None]
-TENSORBOARD_FOLDER = "tensorboard"
 _FLUSH_S = 10  # seconds between flushes of the TensorBoard file
 
 
@@ -237,7 +236,7 @@ class TensorBoardWriter:
         """Hide the points after `first_update`, from which a resumed run continues, in earlier event files."""
         # Imported here: it needs an optional package, and it imports torch, which reads OMP_NUM_THREADS.
         self._module: Any = importlib.import_module("torch.utils.tensorboard")
-        self._folder = str(run_dir / TENSORBOARD_FOLDER)
+        self._folder = str(run_dir / TENSORBOARD)
         self._purge_step = first_update + 1  # the first step that is not on the disk
         self._points: List[Tuple[str, float, int]] = []  # tag, value, step; not on the disk yet
         self._writer: Any = None

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 from raypod.host.files import parse_json
+from raypod.plan.layout import REPORT, SUMMARY
 from raypod.plan.plan import Plan
 from raypod.plan.tables import aligned, shown_path
-from raypod.record.run_folder import SUMMARY
-
-REPORT = "report.html"
 
 
 def render(plan: Plan, seconds: float, width: Optional[int] = None) -> str:

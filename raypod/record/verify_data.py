@@ -16,7 +16,7 @@ from raypod.cli import counted
 from raypod.datasets.order import call_positions, epoch_order, in_place_of, samples_digest
 from raypod.errors import ConfigError
 from raypod.host.files import parse_json
-from raypod.plan import resolve
+from raypod.plan import layout, resolve
 from raypod.plan.plan import Geometry
 from raypod.record import ledger, run_folder
 from raypod.record.ledger import CallRecord, GenerationStarted, Line
@@ -59,7 +59,7 @@ def order_of(run_dir: Path) -> Order:
     try:
         described = parse_json((run_dir / "plan.json").read_text())
         sizes = {field.name: described["geometry"][field.name] for field in dataclasses.fields(Geometry)}
-        config, size = resolve.read_yaml(run_dir / run_folder.CONFIG), described["dataset"]
+        config, size = resolve.read_yaml(run_dir / layout.CONFIG), described["dataset"]
         seed, window = int(config["training"]["seed"]), config.get("data", {}).get("shuffle_window")
         return Order(Geometry(**sizes), seed, int(size["train_samples"]), tuple(size.get("shards", ())), window)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -68,9 +68,9 @@ def order_of(run_dir: Path) -> Order:
 
 def verify(run_dir: Path) -> Verdict:
     """Check the ledger of a run folder. ConfigError if there is none."""
-    path = run_dir / ledger.NAME
+    path = run_dir / layout.LEDGER
     if not path.is_file():
-        raise ConfigError(f"{run_dir} has no {ledger.NAME}; is it the folder of a run?")
+        raise ConfigError(f"{run_dir} has no {layout.LEDGER}; is it the folder of a run?")
     lines, unreadable = ledger.read(path)
     order = order_of(run_dir)
     return check_ledger(order, lines, unreadable, _missing_end(run_dir, order, lines))
@@ -114,7 +114,7 @@ def _missing_end(run_dir: Path, order: Order, lines: List[Line]) -> List[str]:
     last = run_folder.last_update(run_dir)
     # After a rollback the metrics are ahead of `end`, but not of the superseded calls.
     if last is not None and last.update > last_recorded:
-        faults.append(f"{where} {run_folder.METRICS} reaches update {last.update}")
+        faults.append(f"{where} {layout.METRICS} reaches update {last.update}")
     return faults
 
 

@@ -10,28 +10,27 @@ from typing import Dict, List, Sequence
 from raypod.cli import FlagParser, show
 from raypod.errors import ConfigError
 from raypod.host.files import replace_file
+from raypod.plan.layout import REPORT
 from raypod.report.page import render_bounded
 from raypod.report.run_data import RunReader
 from raypod.storage import snapshots
-
-NAME = "report.html"
 
 
 def report(argv: Sequence[str]) -> int:
     """Write the report of one or more runs, and print its path."""
     parser = FlagParser(prog="raypod report", description="Write one HTML page that shows runs, also unfinished ones.")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run folder or URL; several are drawn over each other")
-    default = f"RUN/{NAME} for one run, {NAME} in the current folder for several or a URL"
+    default = f"RUN/{REPORT} for one run, {REPORT} in the current folder for several or a URL"
     parser.add_argument("--output", metavar="FILE", help=f"the file [{default}]")
     args = parser.parse_args(argv)
     readers = read_runs(args.runs, observe=True)
     is_copy = snapshots.is_copy(readers[0].folder)
-    target = readers[0].folder / NAME if len(readers) == 1 and not is_copy else Path(NAME)
+    target = readers[0].folder / REPORT if len(readers) == 1 and not is_copy else Path(REPORT)
     if args.output == "":
         raise ConfigError("--output is empty; name a file")
     output = Path(args.output) if args.output is not None else target
     if output.is_dir():
-        raise ConfigError(f"--output {output} is a folder; name a file in it, as {output / NAME}")
+        raise ConfigError(f"--output {output} is a folder; name a file in it, as {output / REPORT}")
     try:
         size = _write(readers, output)
     except OSError as error:
@@ -48,7 +47,7 @@ def write_report(folder: Path) -> float:
         OSError: the report cannot be written.
     """
     began_s = time.monotonic()
-    _write(read_runs([str(folder)]), folder / NAME)
+    _write(read_runs([str(folder)]), folder / REPORT)
     return time.monotonic() - began_s
 
 

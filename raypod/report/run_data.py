@@ -49,12 +49,13 @@ import yaml
 from raypod.errors import ConfigError
 from raypod.host.files import parse_json
 from raypod.host.lease_file import Log
+from raypod.plan import layout
 from raypod.plan.effect import with_effect
+from raypod.plan.layout import CONFIG, EVALUATIONS, METRICS, PLAN, SUMMARY, TEST
 from raypod.plan.unique_keys import UniqueKeyLoader
-from raypod.record import event_log, run_state
+from raypod.record import run_state
 from raypod.record.growing_file import GrowingFile
 from raypod.record.run_end import RunEndWatch
-from raypod.record.run_folder import CONFIG, EVALUATIONS, METRICS, PLAN, SUMMARY, TEST
 from raypod.report.call_windows import CallWindows
 from raypod.report.curves import MAX_ROWS, Curves, evaluation_data
 from raypod.report.plan_data import plan_data
@@ -63,15 +64,9 @@ from raypod.report.starts import Starts
 from raypod.report.timeline import Timeline
 from raypod.storage import snapshots
 
-_MARKS = (METRICS, PLAN, run_state.NAME, event_log.NAME)  # a folder with one of them is a run folder
 _DIED = "died"  # no end on record, and the coordinator is gone
 _PART_BYTES = 4 << 20  # of the metrics that are parsed at a time: as objects they take ten times as much memory
 _MAX_TEXT = 4000  # characters of a message or a setting
-
-
-def is_run_folder(folder: Path) -> bool:
-    """Return whether a folder holds a run."""
-    return any((folder / name).is_file() for name in _MARKS)
 
 
 class RunReader:
@@ -79,13 +74,14 @@ class RunReader:
 
     def __init__(self, folder: Path) -> None:
         """ConfigError if the folder holds no run."""
-        if not is_run_folder(folder):
-            known = "does not exist" if not folder.exists() else f"is no run folder: it has none of {', '.join(_MARKS)}"
+        if not layout.is_run_folder(folder):
+            marks = ", ".join(layout.names("mark"))
+            known = "does not exist" if not folder.exists() else f"is no run folder: it has none of {marks}"
             raise ConfigError(f"{folder} {known}")
         self.folder = Path(os.path.abspath(folder))  # noqa: PTH100 - keeps symlinks
         self._metrics = GrowingFile(folder / METRICS, max_bytes=_PART_BYTES)
         self._evaluations = GrowingFile(folder / EVALUATIONS)
-        self._events = GrowingFile(folder / event_log.NAME)
+        self._events = GrowingFile(folder / layout.EVENTS)
         self._curves, self._evaluated = Curves(), []  # type: Tuple[Curves, List[Dict[str, Any]]]
         self._restart_events()
         self._contents: Dict[str, Tuple[Tuple[int, int], Any]] = {}  # by name of the file, with its identity

@@ -7,10 +7,9 @@ resumed later) is left out and listed among the gaps.
 from __future__ import annotations
 
 import math
-from pathlib import PurePosixPath
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Dict, List, Optional
 
-from raypod.cli import counted
+from raypod.record.event_text import MAIN, detail_of
 
 _MAX_SPANS = 1500
 _MAX_MARKS = 300  # of a kind
@@ -51,11 +50,11 @@ class Timeline:
         elif name == "checkpoint_begun" and update is not None:
             self._saves[update] = at_s
         elif name == "repaired":
-            self._mark(name, at_s, update, _text(name, record))
+            self._mark(name, at_s, update, detail_of(record))
             self._end_span(at_s)
             self._begin_row("repaired", record.get("generation"), at_s, update)
-        elif name in _TEXTS:
-            self._mark(name, at_s, update, _text(name, record) + self._save_time(name, at_s, update))
+        elif name in MAIN and name != "process_started":
+            self._mark(name, at_s, update, detail_of(record) + self._save_time(name, at_s, update))
         if name in _ENDS:
             self._end_span(at_s)
 
@@ -146,64 +145,6 @@ def _merged(spans: List[List[Any]], total_s: float) -> List[List[Any]]:
         else:
             found.append(list(span))
     return found
-
-
-def _text(name: str, record: Dict[str, Any]) -> str:
-    """Return the description of a mark."""
-    shown = {key: "" if _is_nan(value) else value for key, value in record.items()}
-    return _TEXTS[name](shown)
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
-
-
-def _listed(values: Any) -> str:
-    return ", ".join(map(str, values)) if isinstance(values, list) else str(values)
-
-
-def _instances(values: Any) -> str:
-    is_one = isinstance(values, list) and len(values) == 1
-    return f"{'instance' if is_one else 'instances'} {_listed(values)}"
-
-
-def _metrics_text(record: Dict[str, Any]) -> str:
-    metrics = record.get("metrics")
-    pairs = metrics.items() if isinstance(metrics, dict) else ()
-    return ", ".join(f"{name} {value:.5g}" for name, value in pairs if isinstance(value, (int, float)))
-
-
-def _run_ended_text(record: Dict[str, Any]) -> str:
-    if not record.get("interrupted"):
-        return "finished"
-    return f"{'preempted' if record.get('preempted') else 'interrupted'} {record.get('cause') or ''}"
-
-
-_TEXTS: Dict[str, Callable[[Dict[str, Any]], str]] = {
-    "checkpoint_saved": lambda record: PurePosixPath(str(record.get("path"))).name,
-    "checkpoint_failed": lambda record: f"not saved: {record.get('cause')}",
-    "evaluation_done": _metrics_text,
-    "instance_lost": lambda record: (
-        f"instance {record.get('instance')} on {record.get('host')} {record.get('kind')}: {record.get('cause')}"
-    ),
-    "instance_warned": lambda record: f"instance {record.get('instance')}: {record.get('text')}",
-    "repaired": lambda record: (
-        f"{_instances(record.get('lost'))} replaced on {_listed(record.get('hosts'))} "
-        f"in {record.get('seconds') or 0:.3g} s, weights from {record.get('seeded_from')}"
-    ),
-    "resized": lambda record: (
-        f"{counted(record.get('replicas') or 0, 'replica')} x accumulation {record.get('gradient_accumulation')} "
-        f"instead of {counted(record.get('replicas_before') or 0, 'replica')}: {record.get('cause')}"
-    ),
-    "stopped_early": lambda record: (
-        f"{record.get('metric')} did not improve for {counted(record.get('patience') or 0, 'evaluation')}; "
-        f"the best is that after update {record.get('best_update')}"
-    ),
-    "process_failed": lambda record: f"{record.get('message')} (exit code {record.get('exit_code')})",
-    "process_interrupted": lambda record: str(record.get("message") or "interrupted"),
-    "process_preempted": lambda record: str(record.get("message") or "preempted"),
-    "run_ended": _run_ended_text,
-}
 
 
 def _rounded(rows: List[List[Any]]) -> List[List[Any]]:

@@ -16,10 +16,10 @@ from typing_extensions import Protocol
 
 from raypod.errors import ConfigError
 from raypod.host.abort import on_abort
+from raypod.plan.layout import TOKEN_FILE
 from raypod.status import registry
 from raypod.status.token_server import Query, Response, Route, TokenServer, json_response, read_token
 
-TOKEN_FILE = "status-token"  # in the run folder, mode 0600
 _LEAST_S, _MOST_S = 0.5, 2.0  # limits of the time for which a snapshot serves all requests
 _RUN_SHARE = 0.001  # of a core: the training shares its processor with the endpoint
 

@@ -14,9 +14,8 @@ from raypod.host.abort import on_abort
 from raypod.host.files import parse_json, replace_file, strict_json
 from raypod.host.held_folder import HeldFolder
 from raypod.host.process import process_start_ticks
+from raypod.plan.layout import LAUNCH
 from raypod.record.run_state import DONE, RUNNING, end_of
-
-NAME = "launch.json"
 
 
 class LaunchFile:
@@ -28,7 +27,7 @@ class LaunchFile:
 
     def __init__(self, folder: Path, command: Sequence[str], hosts: Sequence[str]) -> None:
         """`hosts` holds the host of each instance, in instance order."""
-        self._path, self.exit_code = folder / NAME, 0
+        self._path, self.exit_code = folder / LAUNCH, 0
         self._folder = HeldFolder(folder)
         self._content: Dict[str, Any] = {
             "pid": os.getpid(),
@@ -71,7 +70,7 @@ class LaunchFile:
 def read(folder: Path) -> Optional[Dict[str, Any]]:
     """Return the content of the file of a folder; None without one."""
     try:
-        content: Dict[str, Any] = parse_json((folder / NAME).read_text())
+        content: Dict[str, Any] = parse_json((folder / LAUNCH).read_text())
     except (OSError, ValueError):
         return None
     return content

@@ -19,19 +19,16 @@ from typing import Any, Callable, Deque, Dict, List, Mapping, Optional
 from raypod.events import (
     CheckpointFailed,
     CheckpointSaved,
-    EpochDone,
     EvaluationDone,
     Event,
     HostUsage,
     InstanceLost,
     InstanceStarted,
-    InstanceWarned,
     PhaseBegun,
     Repaired,
     Resized,
     RunEnded,
     RunStarted,
-    StoppedEarly,
     UpdateDone,
 )
 from raypod.fleet.base import Beat
@@ -41,15 +38,12 @@ from raypod.plan.plan import Plan
 from raypod.plan.tables import describe
 from raypod.record.call_times import CallsByInstance
 from raypod.record.event_log import event_name, fields_of
+from raypod.record.event_text import RECENT
 from raypod.record.recent_events import RecentEvents
 
 VERSION = 1  # of the JSON: raised when the meaning of a key changes
 _RECENT_EVENTS = 50
 _RECENT_UPDATES = 512  # for sparklines
-_LOGGED = (
-    *(RunStarted, CheckpointSaved, CheckpointFailed, EvaluationDone, EpochDone),
-    *(InstanceLost, InstanceWarned, Repaired, Resized, StoppedEarly, RunEnded),
-)
 _NOT_SHOWN = ("stack", "instances", "seconds", "device_line")  # of an event: long, or elsewhere in the snapshot
 
 
@@ -90,7 +84,7 @@ class RunStatus:
         self.calls.handle(event)
         if isinstance(event, PhaseBegun):
             self.phase, self.phase_began_s = event.phase, time.monotonic()
-        elif isinstance(event, _LOGGED):
+        elif event_name(type(event)) in RECENT:
             self._handle_logged(event)
             shown = {
                 name: value

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Dict, Tuple
 
 from raypod.host.files import parse_json, replace_file
-from raypod.record import event_log, run_folder
+from raypod.plan.layout import EVENTS, STORAGE
 
-NAME = run_folder.STORAGE
 MOST_LINE_BYTES = 1 << 16  # of the first line of an event log
 
 
@@ -63,14 +62,14 @@ class Memory:
 def read(run_dir: Path) -> Memory:
     """Return the content of the file; that of a new run without a readable one."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        content = parse_json((run_dir / NAME).read_text())
+        content = parse_json((run_dir / STORAGE).read_text())
         return Memory(**{**content, "pending": tuple(content["pending"])})
     return Memory()
 
 
 def write(run_dir: Path, memory: Memory) -> None:
     """Replace the file. OSError if it cannot be written."""
-    replace_file(run_dir / NAME, (json.dumps(dataclasses.asdict(memory)) + "\n").encode())
+    replace_file(run_dir / STORAGE, (json.dumps(dataclasses.asdict(memory)) + "\n").encode())
 
 
 def is_run_of(run_dir: Path, log: bytes) -> bool:
@@ -79,6 +78,6 @@ def is_run_of(run_dir: Path, log: bytes) -> bool:
     Its first line has the time and the process of the first start, and is not changed by later ones.
     """
     own, line = b"", log.partition(b"\n")[0]
-    with contextlib.suppress(OSError), (run_dir / event_log.NAME).open("rb") as file:
+    with contextlib.suppress(OSError), (run_dir / EVENTS).open("rb") as file:
         own = file.readline(MOST_LINE_BYTES).rstrip(b"\n")
     return line == own and b"process_started" in line

@@ -19,8 +19,8 @@ from raypod.errors import LeaseLost
 from raypod.events import CheckpointSaved, Event, RunStarted
 from raypod.host.files import make_folder
 from raypod.host.session_process import end_session, start_module
+from raypod.plan.layout import LOGS, SUMMARY
 from raypod.plan.plan import Plan
-from raypod.record.run_folder import LOGS, SUMMARY
 from raypod.storage import memory
 from raypod.storage.run_mirror import TAKEN, add_to_summary
 

@@ -15,7 +15,8 @@ from typing import BinaryIO, Callable, Dict, List, NamedTuple, Optional, Set, Tu
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, FileRecord, Retention, checkpoints_to_remove
 from raypod.errors import CheckpointDamaged
-from raypod.plan.config import CHECKPOINTS, MANIFEST
+from raypod.plan.config import MANIFEST
+from raypod.plan.layout import CHECKPOINTS
 from raypod.remote.store import Store
 
 Sizes = Dict[str, Optional[int]]  # of the files of a folder

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Dict, Iterable, List
 
-from raypod.plan.config import CHECKPOINTS
+from raypod.plan.layout import CHECKPOINTS
 from raypod.remote.errors import StorageError
 from raypod.remote.store import Store
 from raypod.storage import run_files

@@ -23,9 +23,9 @@ from raypod.errors import ConfigError
 from raypod.host import held_folder
 from raypod.host.files import file_lock
 from raypod.host.redaction import redacted_output
+from raypod.plan import layout
 from raypod.plan.metric import Metric
 from raypod.plan.urls import check_url
-from raypod.record import run_folder
 from raypod.remote.backends import check_scheme
 from raypod.remote.errors import secrets
 from raypod.remote.store import Store
@@ -96,8 +96,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--timeout-s", type=float, default=_MANUAL_S)
     parser.add_argument("--writer", default=uuid.uuid4().hex, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not (args.run_dir / run_folder.CONFIG).is_file():
-        parser.error(f"{args.run_dir} has no {run_folder.CONFIG}; is it a run folder?")
+    if not (args.run_dir / layout.CONFIG).is_file():
+        parser.error(f"{args.run_dir} has no {layout.CONFIG}; is it a run folder?")
     try:
         args.url = check_url(args.url, "URL")
         check_scheme(args.url, "URL")

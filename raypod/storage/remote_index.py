@@ -6,7 +6,7 @@ import dataclasses
 import uuid
 from typing import Callable, Dict, Optional
 
-from raypod.record import event_log
+from raypod.plan import layout
 from raypod.remote.errors import StorageError
 from raypod.remote.store import Store
 from raypod.storage import index
@@ -61,7 +61,7 @@ class RemoteIndex:
             found = self._index or Index(self.run_id, self._writer)
         else:
             found = self._parsed(text)
-            if not self.run_id and self._is_own_log(self._store.read(event_log.NAME, MOST_LINE_BYTES) or b""):
+            if not self.run_id and self._is_own_log(self._store.read(layout.EVENTS, MOST_LINE_BYTES) or b""):
                 self.run_id = found.run_id
         if found.run_id != self.run_id:
             raise PlaceTaken(f"{self._store.url} holds another run; use another --run-dir or --storage-path")

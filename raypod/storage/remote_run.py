@@ -11,7 +11,8 @@ from raypod.checkpoint.format import Checkpoint
 from raypod.errors import CheckpointDamaged, ConfigError, RunError
 from raypod.host.files import replace_file
 from raypod.host.retries import growing, retried
-from raypod.plan.config import CHECKPOINTS, MANIFEST
+from raypod.plan.config import MANIFEST
+from raypod.plan.layout import CHECKPOINTS
 from raypod.plan.urls import RunUrl, check_url, run_url
 from raypod.remote.backends import check_scheme
 from raypod.remote.errors import describe

@@ -13,9 +13,10 @@ from raypod.checkpoint.format import Checkpoint
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.host.files import rename_folder
 from raypod.host.lease_file import Log
+from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.plan.urls import is_url
-from raypod.record import event_log, run_folder, run_state
+from raypod.record import run_state
 from raypod.record.claim import Claim
 from raypod.storage import memory, snapshots
 from raypod.storage.snapshots import Snapshot
@@ -63,7 +64,7 @@ def restore(plan: Plan, claim: Claim, log: Log) -> Plan:
 
 def _newest_of(folder: Path, snapshot: Snapshot, where: str) -> Optional[Checkpoint]:
     """Return the newest checkpoint of a run folder; None if it has none. ConfigError if it holds another run."""
-    if not ((folder / run_folder.METRICS).exists() or (folder / run_folder.PLAN).exists()):
+    if not layout.is_run_folder(folder):
         return None
     if snapshot.run_id is None or not _is_run_of(folder, snapshot):
         raise ConfigError(f"--run-dir {folder} holds another run than {where}; choose another folder")
@@ -113,7 +114,7 @@ def _copy(snapshot: Snapshot, folder: Path, with_files: bool, add: Callable[[Pat
         checkpoint = _fetch_newest(snapshot, checkpoints, log)
         if with_files:
             memory.write(folder, memory.Memory(run_id=snapshot.run_id or memory.read(folder).run_id))
-            _, messages = snapshot.run.fetch_files(folder, lambda name: name != run_folder.SUMMARY)
+            _, messages = snapshot.run.fetch_files(folder, lambda name: name != layout.SUMMARY)
             for message in messages:
                 log(f"warning: {message}")
         target = checkpoints / checkpoint.path.stem
@@ -151,7 +152,7 @@ def _is_run_of(folder: Path, snapshot: Snapshot) -> bool:
     known, log = memory.read(folder).run_id, b""
     if known:
         return known == snapshot.run_id
-    with contextlib.suppress(OSError), (snapshot.folder / event_log.NAME).open("rb") as file:
+    with contextlib.suppress(OSError), (snapshot.folder / layout.EVENTS).open("rb") as file:
         log = file.readline(memory.MOST_LINE_BYTES)
     return memory.is_run_of(folder, log)
 

@@ -8,23 +8,11 @@ import os
 from pathlib import Path
 from typing import BinaryIO, Dict, Iterator, NamedTuple, Optional
 
-from raypod.plan import stored_code
-from raypod.plan.config import CHECKPOINTS
-from raypod.record import event_log, ledger, run_folder, run_state
-from raypod.record.run_end import LAUNCH
-from raypod.record.sinks import TENSORBOARD_FOLDER
+from raypod.plan import layout
+from raypod.plan.layout import CHECKPOINTS
 from raypod.storage.index import Content
 
 LATEST = f"{CHECKPOINTS}/LATEST"
-REPORT, PROFILE = "report.html", "profile.json"
-# Needed to resume, in the order in which they are uploaded. The list is complete: a run folder also holds the token of
-# the status endpoint, leases, and what users and trackers put there.
-OF_RESUME = (
-    *(run_folder.CONFIG, stored_code.SEAL, run_folder.PLAN, run_folder.METRICS, run_folder.EVALUATIONS),
-    *(ledger.NAME, event_log.NAME, run_state.NAME),
-)
-_OTHERS = (REPORT, PROFILE, LAUNCH, run_folder.TEST)
-_FOLDERS = (run_folder.LOGS, TENSORBOARD_FOLDER)
 _CHUNK_BYTES = 1 << 20
 
 
@@ -38,10 +26,10 @@ class Version(NamedTuple):
 
 def names(run_dir: Path) -> Iterator[str]:
     """Yield the names of the files that are mirrored and exist, without `summary.json`, which comes last."""
-    for name in (*OF_RESUME, *_OTHERS):
+    for name in layout.names("resume", "mirror"):
         if (run_dir / name).is_file():
             yield name
-    for folder in _FOLDERS:
+    for folder in layout.MIRRORED_FOLDERS:
         for path in sorted((run_dir / folder).rglob("*")):
             if path.is_file() and not path.is_symlink() and path.suffix not in (".partial", ".lock"):
                 yield path.relative_to(run_dir).as_posix()

@@ -16,7 +16,7 @@ from raypod.checkpoint.format import Retention
 from raypod.host import held_folder
 from raypod.host.files import parse_json, replace_file, strict_json
 from raypod.host.retries import growing, retried
-from raypod.record.run_folder import SUMMARY
+from raypod.plan.layout import SUMMARY
 from raypod.remote.errors import describe
 from raypod.remote.store import Store
 from raypod.storage import memory

@@ -15,13 +15,11 @@ from typing import Dict, NamedTuple, Optional, Union
 from raypod.checkpoint import storage
 from raypod.cli import show
 from raypod.errors import CheckpointDamaged, ConfigError
-from raypod.plan import resolve
+from raypod.plan import layout, resolve
 from raypod.plan.urls import is_url
-from raypod.record.run_folder import SUMMARY
-from raypod.storage import run_files
 from raypod.storage.remote_run import RemoteRun
 
-_WANTED = (*run_files.OF_RESUME, SUMMARY)
+_WANTED = (*layout.names("resume"), layout.SUMMARY)
 
 
 class Snapshot(NamedTuple):

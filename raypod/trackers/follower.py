@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 from raypod.events import EvaluationDone, UpdateDone
+from raypod.plan.layout import EVALUATIONS, METRICS
 from raypod.record.flat_record import from_flat_record, traces_of
 from raypod.record.growing_file import GrowingFile
-from raypod.record.run_folder import EVALUATIONS, METRICS
 from raypod.trackers.tracker import Point, Steps
 
 _MOST_VALUES = 100_000  # updates: a rollback to a checkpoint repeats fewer

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Optional
 
 from raypod.host.files import make_folder, parse_json, replace_file
+from raypod.plan.layout import TRACKERS
 from raypod.trackers.tracker import Steps
-
-FOLDER = "trackers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Memory:
 
 def path_of(run_dir: Path, tracker: str) -> Path:
     """Return the file of a tracker."""
-    return run_dir / FOLDER / f"{file_name(tracker)}.json"
+    return run_dir / TRACKERS / f"{file_name(tracker)}.json"
 
 
 def file_name(tracker: str) -> str:

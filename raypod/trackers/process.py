@@ -23,9 +23,9 @@ from raypod.errors import summarize_exception
 from raypod.host import held_folder
 from raypod.host.files import file_lock, make_folder, parse_json
 from raypod.host.redaction import Redaction, redacted_output
-from raypod.plan import user_code
+from raypod.plan import layout, user_code
 from raypod.plan.resolve import read_yaml
-from raypod.record import run_folder, run_state
+from raypod.record import run_state
 from raypod.trackers import memory
 from raypod.trackers.follower import Follower, newest_steps
 from raypod.trackers.tracker import KILLED, Point, RunFacts, Steps, Tracker
@@ -37,7 +37,7 @@ _KINDS = {
 _POLL_S = 1.0
 _POINTS = 500  # logged at once, before the memory is written
 _RETRY_S = (1.0, 2.0, 5.0, 15.0, 60.0)  # between attempts; the last one repeats
-_REPORT = ("report.html", run_folder.SUMMARY, run_folder.CONFIG, run_folder.PLAN)
+_REPORT = (layout.REPORT, layout.SUMMARY, layout.CONFIG, layout.PLAN)
 _NICE = 10
 _MANUAL_S = 600.0  # if a person starts this process
 _LOCK_MARGIN_S = 10.0
@@ -145,7 +145,7 @@ class Session:
 
 def parameters_of(run_dir: Path) -> Dict[str, str]:
     """Return the config of a run as text by section.key, without defaults that are None."""
-    sections = read_yaml(run_dir / run_folder.CONFIG)
+    sections = read_yaml(run_dir / layout.CONFIG)
     return {
         f"{section}.{key}": str(value)
         for section, entries in sections.items()
@@ -168,7 +168,7 @@ def result_of(run_dir: Path) -> Dict[str, str]:
     """Return facts about the result of a run, as text."""
     state = run_state.read(run_dir)
     facts = {"state": state.state, "update": state.update, "restarts": state.restarts} if state is not None else {}
-    path = run_dir / run_folder.SUMMARY
+    path = run_dir / layout.SUMMARY
     if path.is_file():
         facts["weights_sha256"] = parse_json(path.read_text()).get("weights_sha256", "")
     return {name: str(value) for name, value in facts.items()}
@@ -200,9 +200,9 @@ def main() -> int:
     parser.add_argument("--timeout-s", type=float, default=_MANUAL_S)
     parser.add_argument("--started-unix-s", type=float, help="default: when config.yaml was written")
     args = parser.parse_args()
-    config = args.run_dir / run_folder.CONFIG
+    config = args.run_dir / layout.CONFIG
     if not config.is_file():
-        parser.error(f"{args.run_dir} has no {run_folder.CONFIG}; is it a run folder?")
+        parser.error(f"{args.run_dir} has no {layout.CONFIG}; is it a run folder?")
     started_unix_s = config.stat().st_mtime if args.started_unix_s is None else args.started_unix_s
     os.nice(_NICE)
     end = End(args.timeout_s)

@@ -12,9 +12,9 @@ from typing import Callable, Dict, List, Optional
 from raypod.errors import LeaseLost
 from raypod.events import Event, PhaseBegun, RunEnded, RunStarted
 from raypod.host.session_process import end_session, start_module
+from raypod.plan.layout import LOGS
 from raypod.plan.plan import Plan
 from raypod.record import run_state
-from raypod.record.run_folder import LOGS
 from raypod.record.run_state import end_of
 from raypod.trackers import memory
 from raypod.trackers.tracker import FAILED, FINISHED, INTERRUPTED

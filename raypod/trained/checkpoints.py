@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Collection, Dict, List, Mapping, Optional, Union
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import EMA, WEIGHTS, Checkpoint, best_of, of_course
 from raypod.checkpoint.resume import newest_valid
-from raypod.cli import counted
+from raypod.cli import counted, show
 from raypod.errors import CheckpointDamaged, ConfigError
-from raypod.plan.config import CHECKPOINTS, Config
+from raypod.plan.config import Config
+from raypod.plan.layout import CHECKPOINTS, CONFIG
 from raypod.record import run_state
-from raypod.record.run_folder import CONFIG
+from raypod.record.run_end import RunEndWatch
 from raypod.storage import snapshots
 from raypod.tasks.registry import facts_of, load_config
 
@@ -86,7 +88,10 @@ def open_run(where: PathLike, trusted: Collection[str] = ()) -> Run:
 def check_has_ended(run: Run, way_out: str) -> None:
     """Raise ConfigError if the run still trains; `way_out` is the end of the message."""
     state = run_state.read(run.folder)
-    if state is not None and state.may_be_running:
+    watch = RunEndWatch(run.folder)
+    watch.observe(lambda text: show(text, sys.stderr))
+    has_died = watch.has_died and not snapshots.is_copy(run.folder)  # a copy has no lease
+    if state is not None and state.may_be_running and not has_died:
         where = "" if state.is_local else f" on host {state.host}"
         raise ConfigError(f"{run.folder} is still training{where} (update {state.update}); {way_out}")
 

@@ -17,6 +17,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tu
 from conformance import process_group
 from conformance.clone import extract
 from raypod.checkpoint.tensors import read_tensors
+from raypod.plan import layout
 from raypod.record import ledger
 
 TORCH = "2.0.1"  # the version that this PopTorch needs
@@ -90,7 +91,7 @@ class Run(NamedTuple):
 
     def calls(self) -> Dict[int, int]:
         """How many times the ledger has the call that begins after each update."""
-        lines, _ = ledger.read(self.folder / ledger.NAME)
+        lines, _ = ledger.read(self.folder / layout.LEDGER)
         return Counter(line.update for line in lines if isinstance(line, ledger.CallRecord))
 
     def core(self) -> List[Dict[str, Any]]:

@@ -16,6 +16,7 @@ from raypod.checkpoint.copies import CopyReceiver, copy_hosts, held_copies
 from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.storage import checkpoints_folder
 from raypod.coordinator import copy_sender
+from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.record import run_state
 from tests.support.faulty_disks import FaultyDisk, Killed
@@ -61,7 +62,7 @@ def saved(plan: Plan, update: int, generation: int = 1) -> Checkpoint:
     (folder / "evaluations.jsonl").touch()
     state = run_state.RunState(1, 2, "head", run_state.RUNNING, update + 3, 200, status_port=9, status_token_file="t")
     state = dataclasses.replace(state, submission_id="job")
-    (folder / run_state.NAME).write_text(json.dumps(vars(state)))
+    (folder / layout.STATE).write_text(json.dumps(vars(state)))
     return found
 
 

@@ -20,7 +20,7 @@ from raypod.errors import ConfigError
 from raypod.events import CheckpointSaved, Event, RunEnded, RunStarted
 from raypod.fleet.inline import InlineFleet
 from raypod.host import files
-from raypod.plan import compatibility
+from raypod.plan import compatibility, layout
 from raypod.plan.plan import Plan
 from raypod.record import run_folder, run_state, verify_data
 from raypod.record.metrics import MetricsAggregator
@@ -75,7 +75,7 @@ class Session:
         folder = Path(self.plan.run_dir)
         folder.mkdir(exist_ok=True)
         state = run_state.RunState(1, 2, "head", run_state.RUNNING, 0, 200)
-        (folder / run_state.NAME).write_text(json.dumps(vars(state)))
+        (folder / layout.STATE).write_text(json.dumps(vars(state)))
         disk = str(self.fleet.disk("head"))
         self.copies = CheckpointCopies(
             self.plan, self.fleet, self.warnings.append, lambda line: None, lambda: left_s, disk
@@ -294,7 +294,7 @@ def test_without_copies_nothing_is_started(session: Open) -> None:
     run.save(44)
     assert run.copies.summary() == {}
     assert run.fleet.servers == []
-    assert not Path(run.plan.run_dir, run_folder.COPIES).exists()
+    assert not Path(run.plan.run_dir, layout.COPIES).exists()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from raypod.datasets.feed import Feed
 from raypod.datasets.images import ImageSource
 from raypod.datasets.order import epoch_order, in_place_of
 from raypod.errors import ConfigError
+from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.plan.resolve import from_values
 from raypod.record import ledger
@@ -91,7 +92,7 @@ def test_a_run_continues_without_an_image_that_cannot_be_read(
     assert "leave it out with --leave-out test:1" in error
     assert main(["train", "--resume", "run", "--leave-out", f"{damaged},test:1"]) == 0
     assert "of 1 images" in capsys.readouterr().out
-    lines, unreadable = ledger.read(Path("run") / ledger.NAME)
+    lines, unreadable = ledger.read(Path("run") / layout.LEDGER)
     begun = [line for line in lines if isinstance(line, ledger.GenerationStarted)]
     assert ([line.left_out for line in begun], unreadable) == ([(), (damaged,), (damaged,)], [])
     assert main(["verify-data", "run"]) == 0

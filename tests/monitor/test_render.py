@@ -68,8 +68,8 @@ def test_the_run_shows_progress_and_its_instances(pod: Pod) -> None:
     (slow,) = [line for line in lines if "slow" in line and "x" in line and "median" not in line]
     assert slow.startswith("7")
     assert "1.90x slow" in slow
-    assert "lost (died; last heartbeat: in call 9): signal 9" in text
-    assert "replaced in 4.5 s: instance 3 on 10.0.0.11; weights from instance 0" in text
+    assert "died (last heartbeat: in call 9): signal 9" in text
+    assert "repaired: instance 3 on 10.0.0.11, from instance 0; continues after update 9, 4.5 s" in text
 
 
 def test_a_narrow_terminal_keeps_what_matters(pod: Pod) -> None:
@@ -115,7 +115,7 @@ def test_the_log_ends_with_the_newest_line_and_scrolls(pod: Pod) -> None:
 def test_plain_text_is_complete_and_uncoloured(pod: Pod) -> None:
     texts: Callable[[Screen], List[Text]] = lambda screen: plain(pod, screen, 160)  # noqa: E731
     assert len([line for line in texts(Screen(POD)) if line.plain.split()[1:2] == ["training"]]) == 32 + 2
-    assert texts(Screen(RUN, "/runs/a"))[-1].plain.endswith("evaluated after update 200: accuracy 90.5")
+    assert texts(Screen(RUN, "/runs/a"))[-1].plain.endswith("accuracy 90.5 after update 200 on 360 samples")
 
 
 def test_a_host_without_figures() -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from raypod import cli
 from raypod.errors import ConfigError
-from raypod.plan import config, flags, resolve, stored_code
+from raypod.plan import config, flags, layout, resolve, stored_code
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
 from raypod.plan.values import Interval, parse_interval
 
@@ -121,7 +121,7 @@ def test_a_resumed_run_uses_the_config_and_folder_that_its_data_set_reads(tmp_pa
     assert parse("--resume", str(tmp_path), "--data-dir", "/x").data.data_dir == "/x"  # the plan rejects it
     assert parse("--resume", str(tmp_path), "--dataset", "imagefolder").data.data_dir == "/images"
     folder.write_text("task: {name: 'module:Task'}\ndata: {data_dir: /texts}\n")
-    (tmp_path / stored_code.SEAL).write_text(str(stored_code.seal_of(folder.read_bytes())))
+    (tmp_path / layout.SEAL).write_text(str(stored_code.seal_of(folder.read_bytes())))
     assert parse("--resume", str(tmp_path)).data.data_dir == "/texts"
 
 

@@ -24,10 +24,11 @@ from raypod.events import (
     RunStarted,
     UpdateDone,
 )
+from raypod.plan.layout import EVENTS
 from raypod.plan.plan import Plan
 from raypod.plan.tables import topology_summary
 from raypod.record import event_log
-from raypod.record.event_log import NAME, EventLog, event_name, fields_of, restarts_in
+from raypod.record.event_log import EventLog, event_name, fields_of, restarts_in
 from raypod.record.recent_events import RecentEvents
 from raypod.record.run_state import INTERRUPTED
 from tests.support.documented import DOCS
@@ -35,7 +36,7 @@ from tests.support.faulty_disks import FlushedFiles
 
 
 def lines_of(folder: Path) -> List[Dict[str, Any]]:
-    return [json.loads(line) for line in (folder / NAME).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / EVENTS).read_text().splitlines()]
 
 
 def fail(log: EventLog, error: BaseException, *before: Any) -> None:
@@ -64,11 +65,11 @@ def test_a_loss_of_power_keeps_what_happened_before_a_checkpoint(
         log.handle(PhaseBegun("training", 0))
         log.handle(CheckpointBegun(1))
         assert len(lines_of(tmp_path)) == 3
-        assert (tmp_path / NAME).stat().st_size == flushed.size_of(tmp_path / NAME)
+        assert (tmp_path / EVENTS).stat().st_size == flushed.size_of(tmp_path / EVENTS)
     monkeypatch.setattr(event_log, "_SYNC_INTERVAL_S", -1.0)
     with EventLog(tmp_path, {}) as log:
         log.handle(PhaseBegun("training", 0))
-        assert (tmp_path / NAME).stat().st_size == flushed.size_of(tmp_path / NAME)
+        assert (tmp_path / EVENTS).stat().st_size == flushed.size_of(tmp_path / EVENTS)
 
 
 def test_pairs_become_objects_at_any_depth() -> None:
@@ -99,16 +100,16 @@ def test_repairs_are_counted_over_all_starts(tmp_path: Path) -> None:
         with EventLog(tmp_path, {}) as log:
             for number in restarts:
                 log.handle(Repaired((0,), ("a",), "instance 1", 4, 0.1, number, 2))
-    with (tmp_path / NAME).open("a") as file:
+    with (tmp_path / EVENTS).open("a") as file:
         file.write('{"unix_s": 1, "event": "repaired", "rest')
     assert restarts_in(tmp_path) == 3
 
 
 def test_a_truncated_line_stays_separate(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text('{"unix_s": 1, "eve')
+    (tmp_path / EVENTS).write_text('{"unix_s": 1, "eve')
     with EventLog(tmp_path, {}):
         pass
-    broken, started = (tmp_path / NAME).read_text().splitlines()
+    broken, started = (tmp_path / EVENTS).read_text().splitlines()
     assert broken == '{"unix_s": 1, "eve'
     assert json.loads(started)["event"] == "process_started"
 

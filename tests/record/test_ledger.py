@@ -16,6 +16,7 @@ from raypod.__main__ import main
 from raypod.cli import counted
 from raypod.datasets.order import call_positions, epoch_order, samples_digest
 from raypod.events import CallDone
+from raypod.plan import layout
 from raypod.plan.plan import Geometry, Plan
 from raypod.record import ledger
 from raypod.record.ledger import CallRecord, GenerationStarted, Ledger, Line
@@ -157,7 +158,7 @@ def test_a_truncated_line_does_not_affect_the_others(make: Callable[..., Plan], 
         file.write(CallDone(generation - 1, ((0, "aa"), (1, "bb"))))
         file.sync()
         file.close()
-        path = Path(plan.run_dir) / ledger.NAME
+        path = Path(plan.run_dir) / layout.LEDGER
         path.write_bytes(path.read_bytes() + b'{"generation": 2, "upd')
     lines, unreadable = ledger.read(path)
     assert lines == [
@@ -174,5 +175,5 @@ def test_a_folder_without_a_ledger_is_a_user_error(tmp_path: Path) -> None:
     assert main(["verify-data", str(tmp_path)]) == 2
     assert main(["verify-data", str(tmp_path / "nowhere")]) == 2
     assert main(["verify-data"]) == 2
-    (tmp_path / ledger.NAME).write_text(json.dumps({"generation": 1}))
+    (tmp_path / layout.LEDGER).write_text(json.dumps({"generation": 1}))
     assert main(["verify-data", str(tmp_path)]) == 2

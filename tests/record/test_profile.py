@@ -17,10 +17,11 @@ from raypod.events import CallReport, ClockReading, InstanceStarted, ProcessSpan
 from raypod.fleet.ray_clocks import best_reading
 from raypod.fleet.scripted import ScriptedFleet
 from raypod.host import spans
+from raypod.plan.layout import PROFILE
 from raypod.plan.plan import Leg, Plan
 from raypod.plan.profile_window import rounding_of, window_of
 from raypod.record.metrics import MetricsAggregator
-from raypod.record.profile import NAME, ProfileSource, ProfileWriter
+from raypod.record.profile import ProfileSource, ProfileWriter
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--replicas", "2", "--lr-schedule", "constant"]
 POD = {"replicas": 4, "num_instances": 2}
@@ -45,7 +46,7 @@ class Profiled(ScriptedFleet):
 
 def written(plan: Plan, fleet: ScriptedFleet, warnings: Optional[List[str]] = None) -> Tuple[Any, List[int]]:
     """Return the profile of a run, and the updates after which the file existed."""
-    path, existed = Path(plan.run_dir) / NAME, []
+    path, existed = Path(plan.run_dir) / PROFILE, []
     path.parent.mkdir(exist_ok=True)
     window = window_of(plan)
     assert window is not None
@@ -98,7 +99,7 @@ def test_a_window_until_the_last_update_contains_the_end_of_the_run(make: Callab
 
 def test_a_profile_that_cannot_be_written_is_a_warning(make: Callable[..., Plan]) -> None:
     plan = make(training={"updates": 3}, pod=POD, run={"profile": "update 2"})
-    (Path(plan.run_dir) / NAME).mkdir(parents=True)
+    (Path(plan.run_dir) / PROFILE).mkdir(parents=True)
     warnings: List[str] = []
     with pytest.raises(IsADirectoryError):
         written(plan, Profiled(plan), warnings)  # reads the folder
@@ -144,21 +145,21 @@ def test_a_run_in_this_process_and_one_that_is_resumed_inside_the_window(
     profiled = [*FLAGS, "--profile", "updates 2-5"]
     assert train.main([*profiled, "--updates", "6", "--run-dir", run, "--checkpoint-every", "3 updates"]) == 0
     assert sha256("run") == sha256("plain")
-    first = json.loads((tmp_path / "run" / NAME).read_text())
+    first = json.loads((tmp_path / "run" / PROFILE).read_text())
     kinds = {event.get("cat") for event in first["traceEvents"]}
     assert kinds >= {"start", "phase", "call", "data wait", "loading", "reduction", "save"}
     assert not spans.recorder.is_on
 
     resumed = str(tmp_path / "run" / "checkpoints" / "update-00000003")
     assert train.main(["--resume", resumed, "--updates", "6", "--run-dir", run]) == 0
-    both = json.loads((tmp_path / "run" / NAME).read_text())
+    both = json.loads((tmp_path / "run" / PROFILE).read_text())
     assert [part["updates"] for part in both["metadata"]["parts"]] == [[2, 5], [4, 5]]
     calls = [event for event in both["traceEvents"] if event.get("cat") == "call"]
     assert len(calls) == 4 + 2
     assert max(call["ts"] for call in calls[:4]) < min(call["ts"] for call in calls[4:])
 
     assert train.main(["--resume", run, "--updates", "8"]) == 0  # after the window
-    assert json.loads((tmp_path / "run" / NAME).read_text()) == both
+    assert json.loads((tmp_path / "run" / PROFILE).read_text()) == both
     capsys.readouterr()
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from raypod.host import lease_file
 from raypod.host.process import process_start_ticks
+from raypod.plan import layout
 from raypod.record import run_end, run_state
 from raypod.record.run_end import RunEndWatch
 from raypod.record.run_state import RunState
@@ -22,7 +23,7 @@ def state(**changed: object) -> RunState:
 
 
 def write(folder: Path, content: RunState) -> None:
-    (folder / run_state.NAME).write_text(json.dumps(dataclasses.asdict(content)))
+    (folder / layout.STATE).write_text(json.dumps(dataclasses.asdict(content)))
 
 
 def test_a_run_ends_when_its_state_has_the_end_and_its_process_exits(
@@ -51,11 +52,11 @@ def test_a_coordinator_that_is_gone_has_no_exit_code(tmp_path: Path) -> None:
 
 def test_the_end_of_a_launch(tmp_path: Path) -> None:
     launch = {"pid": 1, "started_ticks": 1, "host": os.uname().nodename, "state": "running", "command": ["a"]}
-    (tmp_path / run_end.LAUNCH).write_text(json.dumps({**launch, "host": "elsewhere"}))
+    (tmp_path / layout.LAUNCH).write_text(json.dumps({**launch, "host": "elsewhere"}))
     watch = RunEndWatch(tmp_path)
     assert (watch.poll(), watch.is_known) == (None, True)
     for ended, exit_code in (({"state": "failed", "exit_code": 3}, 3), ({}, None)):
-        (tmp_path / run_end.LAUNCH).write_text(json.dumps({**launch, **ended}))
+        (tmp_path / layout.LAUNCH).write_text(json.dumps({**launch, **ended}))
         found = (watch if ended else RunEndWatch(tmp_path)).poll()
         assert found is not None
         assert found.exit_code == exit_code

@@ -17,6 +17,7 @@ import pytest
 from raypod import train
 from raypod.checkpoint.storage import list_checkpoints
 from raypod.events import RunEnded, RunStarted, UpdateDone
+from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.record import run_folder, verify_data
 from raypod.record.flat_record import flat_record
@@ -59,6 +60,7 @@ def test_a_loss_of_power_after_the_end_of_a_run_keeps_its_files(
     files = {path.name: path for path in (tmp_path / "run").iterdir() if path.suffix in (".json", ".jsonl", ".yaml")}
     assert {*files} > {"config.yaml", "plan.json", "state.json", "summary.json", "metrics.jsonl", "events.jsonl"}
     assert [name for name, path in files.items() if not flushed.survive(path)] == []
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {file.name for file in layout.TABLE}
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 300, b'{"pid": 1, "sta'])

@@ -16,10 +16,12 @@ from raypod import train
 from raypod.errors import ConfigError, RunError
 from raypod.events import Event, UpdateDone
 from raypod.host import abort
+from raypod.plan import layout
+from raypod.plan.layout import TOKEN_FILE
 from raypod.plan.plan import Plan
 from raypod.record import run_state
 from raypod.status import endpoint
-from raypod.status.endpoint import TOKEN_FILE, cached_route, served
+from raypod.status.endpoint import cached_route, served
 from raypod.status.exposition import CONTENT_TYPE
 from raypod.status.token_server import Response, TokenServer, read_token
 
@@ -94,7 +96,7 @@ def test_a_training_serves_its_state_while_it_runs_and_resumes_with_another_port
 
 
 def assert_closed(folder: Path, port: int) -> None:
-    state = json.loads((folder / run_state.NAME).read_text())
+    state = json.loads((folder / layout.STATE).read_text())
     assert (state["status_port"], state["status_token_file"]) == (None, None)
     assert not (folder / TOKEN_FILE).exists()
     with pytest.raises(ConnectionRefusedError):
@@ -146,7 +148,7 @@ def test_the_token_is_removed_by_an_exception_and_by_an_abort(
         with pytest.raises(Exited):
             abort.abort(ConfigError("Ray hangs"))
         assert not (tmp_path / TOKEN_FILE).exists()
-        assert json.loads((tmp_path / run_state.NAME).read_text())["status_port"] is None
+        assert json.loads((tmp_path / layout.STATE).read_text())["status_port"] is None
 
 
 @pytest.mark.parametrize(("cpu_s", "kept_s"), [(0.0001, 0.5), (0.001, 1.0), (0.1, 2.0)])

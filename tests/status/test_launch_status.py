@@ -17,9 +17,10 @@ from raypod.launch import main
 from raypod.launcher.records import STDERR, STDOUT, HostReport, ProgramEnd, ProgramUsage
 from raypod.launcher.supervision import Interrupted
 from raypod.plan.cluster import LOCAL
+from raypod.plan.layout import TOKEN_FILE
 from raypod.plan.placement import Sizes, place
 from raypod.status import launch_file
-from raypod.status.endpoint import TOKEN_FILE, published
+from raypod.status.endpoint import published
 from raypod.status.launch_file import LaunchFile
 from raypod.status.launch_status import LaunchStatus, routes_of, scrape_response
 from raypod.status.token_server import TokenServer
@@ -59,7 +60,7 @@ def test_programs_from_their_start_to_their_end(status: LaunchStatus) -> None:
 def test_a_loss_of_power_keeps_the_file_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed = FlushedFiles(monkeypatch)
     with LaunchFile(tmp_path, ("python", "main.py"), ["a"]):
-        assert flushed.survive(tmp_path / launch_file.NAME)
+        assert flushed.survive(tmp_path / "launch.json")
 
 
 def test_the_metrics_of_programs(status: LaunchStatus, tmp_path: Path) -> None:

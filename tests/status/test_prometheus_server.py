@@ -17,8 +17,8 @@ import yaml
 
 from raypod.events import CallDone, CallTimes, HeartbeatReport, HostUsage, InstanceStarted, RunStarted, UpdateDone
 from raypod.fleet.base import Beat
+from raypod.plan.layout import TOKEN_FILE
 from raypod.plan.plan import Plan
-from raypod.status.endpoint import TOKEN_FILE
 from raypod.status.prometheus import scrape_response
 from raypod.status.run_status import RunStatus
 from raypod.status.token_server import TokenServer

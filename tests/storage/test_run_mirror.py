@@ -15,6 +15,7 @@ import pytest
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Retention
 from raypod.host.files import replace_file
+from raypod.plan import layout
 from raypod.remote.store import Store
 from raypod.storage import memory, run_files
 from raypod.storage.mirrored_checkpoints import MirroredCheckpoints
@@ -210,7 +211,7 @@ def test_a_run_whose_identity_was_lost_is_known_by_its_event_log(
     (run / "events.jsonl").write_bytes(log)
     mirror(run, url)
     before = json.loads((remote / "a run" / "index.json").read_text())["run_id"]
-    memory_file = run / memory.NAME
+    memory_file = run / layout.STORAGE
     memory_file.unlink() if damage is None else memory_file.write_bytes(damage)
     (run / "events.jsonl").write_bytes(log + b'{"event": "run_started"}\n')
     found = mirror(run, url)
@@ -223,7 +224,7 @@ def test_a_run_whose_identity_was_lost_is_known_by_its_event_log(
 def test_a_loss_of_power_keeps_the_identity_of_a_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed = FlushedFiles(monkeypatch)
     memory.write(run, memory.Memory("the run"))
-    assert flushed.survive(run / memory.NAME)
+    assert flushed.survive(run / layout.STORAGE)
 
 
 def test_a_run_that_goes_on_is_not_complete_because_it_was_before(run: Path, url: str) -> None:

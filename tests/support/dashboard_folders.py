@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Optional
 
 from raypod.host.process import process_start_ticks
+from raypod.plan import layout
 from raypod.record import run_state
 from raypod.record.run_state import RunState
 
@@ -38,4 +39,4 @@ class Run:
         state = dataclasses.replace(state, exit_code=exit_code, written_at_s=1e9 + self.updates, restarts=1)
         partial = self.path / "partial"
         partial.write_text(json.dumps(dataclasses.asdict(state)))
-        partial.replace(self.path / run_state.NAME)
+        partial.replace(self.path / layout.STATE)

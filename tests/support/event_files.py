@@ -6,13 +6,13 @@ import importlib
 from pathlib import Path
 from typing import Dict, List, Tuple
 
-from raypod.record.sinks import TENSORBOARD_FOLDER
+from raypod.plan.layout import TENSORBOARD
 
 
 def scalars(run_dir: Path) -> Dict[str, List[Tuple[int, float]]]:
     """Return the (step, value) pairs of each tag in a run folder."""
     package = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-    accumulator = package.EventAccumulator(str(run_dir / TENSORBOARD_FOLDER))
+    accumulator = package.EventAccumulator(str(run_dir / TENSORBOARD))
     accumulator.Reload()
     tags = accumulator.Tags()["scalars"]
     return {tag: [(point.step, point.value) for point in accumulator.Scalars(tag)] for tag in tags}

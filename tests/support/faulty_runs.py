@@ -17,6 +17,7 @@ from raypod.coordinator import coordinator
 from raypod.events import EvaluationDone, Event, InstanceLost, Repaired, RunEnded, UpdateDone
 from raypod.fleet.inline import InlineFleet
 from raypod.fleet.ray import RayFleet
+from raypod.plan import layout
 from raypod.plan.cluster import LOCAL, Cluster
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.profile_window import window_of
@@ -148,7 +149,9 @@ def assert_undisturbed(plan: Plan, outcome: Outcome, undisturbed: Outcome) -> No
     assert [(line["update"], {name: line[name] for name in names}) for line in lines] == expected
     assert outcome.of(EvaluationDone) == undisturbed.of(EvaluationDone)
     assert [step for step, _ in scalars(folder)["training/loss"]] == outcome.updates
-    generations = [line for line in ledger.read(folder / ledger.NAME)[0] if isinstance(line, ledger.GenerationStarted)]
+    generations = [
+        line for line in ledger.read(folder / layout.LEDGER)[0] if isinstance(line, ledger.GenerationStarted)
+    ]
     begun = [(1, 0), *((repair.generation, repair.update) for repair in outcome.repairs)]
     assert [(line.generation, line.update) for line in generations] == begun
     assert [generation for generation, _ in begun] == list(range(1, 2 + len(outcome.repairs)))

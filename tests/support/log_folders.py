@@ -12,8 +12,8 @@ from typing import Any, Callable, List, Optional, Sequence
 
 from raypod.__main__ import main
 from raypod.host.process import process_start_ticks
+from raypod.plan import layout
 from raypod.plan.cluster import LOCAL, Cluster
-from raypod.record import run_state
 from raypod.record.run_state import RunState
 
 
@@ -50,7 +50,7 @@ class RunFolder:
         """Write `state.json` of a run that runs in this process, or that has ended in another one."""
         ticks = process_start_ticks(os.getpid()) if exit_code is None else 1
         state = RunState(os.getpid(), ticks or 0, os.uname().nodename, "running", 7, 9, exit_code=exit_code)
-        (self.path / run_state.NAME).write_text(json.dumps(dataclasses.asdict(state)))
+        (self.path / layout.STATE).write_text(json.dumps(dataclasses.asdict(state)))
 
 
 def append(path: Path, text: str, at_s: Optional[float] = None) -> None:

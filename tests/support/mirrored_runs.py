@@ -15,6 +15,7 @@ import torch
 from raypod.checkpoint import storage, writer
 from raypod.checkpoint.format import Manifest, Retention
 from raypod.host.session_process import end_session, start_module
+from raypod.plan import layout
 from raypod.plan.metric import Metric
 from raypod.remote import store as store_module
 from raypod.remote.store import Store
@@ -217,7 +218,7 @@ def fetch_checkpoints(remote: RemoteRun, target: Path) -> List[str]:
 
 def different_files(run: Path, copy: Path) -> Set[str]:
     """Return in which files a copy differs from a run folder, without those that stay on the host."""
-    kept = {"status-token", "lease-1.json", memory.NAME, "storage.lock", index.NAME, "logs/storage.log"}
+    kept = {"status-token", "lease-1.json", layout.STORAGE, "storage.lock", index.NAME, "logs/storage.log"}
     folders = [
         {path.relative_to(each).as_posix() for path in each.rglob("*") if path.is_file()} for each in (run, copy)
     ]

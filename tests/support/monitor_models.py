@@ -57,6 +57,7 @@ def snapshot(**changed: Any) -> Dict[str, Any]:
     def event(after_s: float, name: str, **fields: Any) -> Dict[str, Any]:
         return {"unix_s": now_s - 100 + after_s, "event": name, **fields}
 
+    repaired = {"lost": [3], "hosts": ["10.0.0.11"], "seeded_from": "instance 0", "update": 9, "restarts": 1}
     return {
         "version": 1,
         "kind": "training",
@@ -99,9 +100,9 @@ def snapshot(**changed: Any) -> Dict[str, Any]:
             event(
                 50, "instance_lost", instance=3, host="10.0.0.11", kind="died", cause="signal 9", activity="in call 9"
             ),
-            event(55, "repaired", lost=[3], hosts=["10.0.0.11"], seeded_from="instance 0", update=9, seconds=4.5),
-            event(80, "checkpoint_saved", update=200, path="/runs/a/checkpoints/update-200"),
-            event(81, "evaluation_done", update=200, metrics={"accuracy": 90.5}),
+            event(55, "repaired", **repaired, seconds=4.5, generation=2),
+            event(80, "checkpoint_saved", update=200, path="/c/update-200", weights_sha256="ab"),
+            event(81, "evaluation_done", update=200, metrics={"accuracy": 90.5}, samples=360),
         ],
         "plan": {},
         **changed,

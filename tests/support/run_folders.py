@@ -76,22 +76,24 @@ def _events(updates: int, instances: int) -> List[Dict[str, Any]]:
     middle, seconds = updates // 2, {"start the instances": 4.0}
     device = {"device": "emulated", "device_line": "emulated SDK", "parameters": 1000, "first_update": 0}
     busy_s = [0.01] * (instances - 1) + [0.02]
-    lost = {"instance": 1, "host": "host-b", "kind": "died", "cause": "killed by signal 9 </script><b>"}
+    lost = {"instance": 1, "host": "host-b", "kind": "died", "cause": "killed by signal 9 </script><b>", "activity": ""}
     repair = {"lost": [1], "hosts": ["host-c"], "seeded_from": "instance 0", "update": middle, "restarts": 1}
+    saved = {"update": 20, "path": "/runs/x/checkpoints/update-00000020", "weights_sha256": "ab" * 32}
+    ended = {"updates": updates, "interrupted": False, "cause": "", "weights_sha256": "ab" * 32}
     return [
         event(0, "process_started", pid=1, host="host-a", raypod="0.1.0", total_updates=updates),
         event(5, "run_started", **device, generation=1, seconds=seconds, instances=_started(instances)),
         event(5, "phase_begun", phase="training", update=0),
         event(8, "checkpoint_begun", update=20),
-        event(8.5, "checkpoint_saved", update=20, path="/runs/x/checkpoints/update-00000020"),
-        event(9, "evaluation_done", update=20, metrics={"loss": 0.5, "accuracy": 80.0}),
+        event(8.5, "checkpoint_saved", **saved),
+        event(9, "evaluation_done", update=20, metrics={"loss": 0.5, "accuracy": 80.0}, samples=100),
         call_times(15, 0, middle, busy_s),
         event(16, "instance_lost", **lost),
         event(16, "phase_begun", phase="repairing", update=middle),
         event(18, "repaired", **repair, seconds=2.0, generation=2, instances=_started(instances)),
         event(18, "phase_begun", phase="training", update=middle),
         call_times(28, middle, updates - middle, busy_s),
-        event(28, "run_ended", updates=updates, interrupted=False),
+        event(28, "run_ended", **ended),
     ]
 
 

@@ -16,6 +16,7 @@ from raypod import train
 from raypod.__main__ import main
 from raypod.checkpoint import storage, tensors
 from raypod.errors import ConfigError
+from raypod.plan import layout
 from raypod.plan.compatibility import check_compatible
 from raypod.plan.plan import Plan
 from raypod.plan.resolve import from_values
@@ -147,11 +148,13 @@ def test_a_run_that_trains_or_has_no_checkpoints(copy: Path, fails: Fails) -> No
     parent = os.getppid()
     ticks = run_state.process_start_ticks(parent) or 0
     running = dataclasses.replace(state, state="running", exit_code=None, pid=parent, started_ticks=ticks)
-    (copy / run_state.NAME).write_text(json.dumps(dataclasses.asdict(running)))
+    (copy / layout.STATE).write_text(json.dumps(dataclasses.asdict(running)))
     with pytest.raises(ConfigError, match="is still training .*--checkpoint last"):
         evaluate(copy)
+    (copy / layout.STATE).write_text(json.dumps(dataclasses.asdict(dataclasses.replace(running, host="elsewhere"))))
+    assert evaluate(copy)["update"] == 22, "its coordinator died there: it has no lease"
     assert evaluate(copy, "last")["update"] == 22
-    (copy / run_state.NAME).write_text(json.dumps(dataclasses.asdict(state)))
+    (copy / layout.STATE).write_text(json.dumps(dataclasses.asdict(state)))
     shutil.rmtree(str(copy / "checkpoints"))
     assert "contains no checkpoint" in fails(["evaluate", str(copy)])
     assert "contains no checkpoint" in fails(["evaluate", str(copy), "--checkpoint", "best"])

@@ -99,9 +99,9 @@ function environmentSection() {
     return found.map(([value, instances]) => `${value} (instances ${instances.join(", ")})`).join("; ");
   };
   const summary = (run, name) => ((run.summary || {})[name] ? String(run.summary[name]) : "–");
-  const lastSaved = (run) => {  // of a run without a summary; the text is the folder, and how long it took
+  const lastSaved = (run) => {  // of a run without a summary; the text begins with the path
     const saved = run.timeline.marks.filter((mark) => mark[0] === "checkpoint_saved");
-    return saved.length ? saved[saved.length - 1][4].split(",")[0] : "–";
+    return saved.length ? saved[saved.length - 1][4].split(" after update ")[0].split("/").pop() : "–";
   };
   const lines = [
     ["device", (run) => run.device_line || "–"], ["hosts", (run) => [...new Set(run.instances.map((each) => each.host))].join(", ") || "–"],

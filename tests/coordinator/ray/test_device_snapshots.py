@@ -11,6 +11,7 @@ import pytest
 from raypod.checkpoint.resume import newest_valid
 from raypod.checkpoint.storage import checkpoints_folder
 from raypod.errors import InstanceFailed
+from raypod.plan import layout
 from raypod.plan.cluster import Cluster, Host
 from raypod.plan.plan import Plan
 from raypod.record import ledger
@@ -68,5 +69,5 @@ def test_a_repair_without_a_usable_device_repeats_the_updates_since_the_snapshot
 
 def calls_before(plan: Plan, generation: int) -> List[int]:
     """Return the updates of the calls before a generation, from the ledger."""
-    lines, _ = ledger.read(Path(plan.run_dir) / ledger.NAME)
+    lines, _ = ledger.read(Path(plan.run_dir) / layout.LEDGER)
     return [line.update + 1 for line in lines if isinstance(line, ledger.CallRecord) and line.generation < generation]

@@ -1,68 +1,30 @@
-"""Events of `events.jsonl` as lines for people."""
+"""The text of each event of `events.jsonl`, for the logs, the monitor and the report: one table."""
 
 from __future__ import annotations
 
 import math
 import time
-from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
 from raypod.cli import counted
-from raypod.errors import ConfigError
-from raypod.events import (
-    CheckpointBegun,
-    CheckpointFailed,
-    CheckpointSaved,
-    EpochDone,
-    EvaluationDone,
-    InstanceLost,
-    InstanceWarned,
-    PhaseBegun,
-    Repaired,
-    Resized,
-    RunEnded,
-    RunStarted,
-    StoppedEarly,
-)
-from raypod.record.event_log import event_name
-
-_PROCESS = ("process_started", "process_failed", "process_interrupted", "process_preempted")
-SHOWN = frozenset(
-    [
-        *_PROCESS,
-        *map(event_name, (RunStarted, EvaluationDone, CheckpointSaved, CheckpointFailed, InstanceLost, Repaired)),
-        *map(event_name, (InstanceWarned, Resized, StoppedEarly, RunEnded)),
-    ]
-)
-ALL = SHOWN | {"call_times", *map(event_name, (PhaseBegun, CheckpointBegun, EpochDone))}
 
 Record = Mapping[str, Any]
 
 
-def parse_kinds(text: str) -> FrozenSet[str]:
-    """Return the kinds of events that `--events` names. ConfigError for an unknown one."""
-    named = {"none": frozenset(), "main": SHOWN, "all": ALL}
-    found = named.get(text)
-    if found is not None:
-        return found
-    kinds = [each.strip() for each in text.split(",")]
-    unknown = [each for each in kinds if each not in ALL]
-    if unknown:
-        raise ConfigError(
-            f"--events {text}: {unknown[0]!r} is no kind of event; known: none, main, all, {', '.join(sorted(ALL))}"
-        )
-    return frozenset(kinds)
-
-
 def text_of(record: Record) -> str:
-    """Return an event as one line with its local time. A field that is missing or has another type is left out."""
-    kind, unix_s = str(record.get("event", "")), time_of(record)
-    clock = "unknown time" if unix_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
-    describe = _TEXTS.get(kind, _fields)
+    """Return an event as one line: its name and what `detail_of` says."""
+    name, detail = str(record.get("event", "")).replace("_", " "), detail_of(record)
+    return f"{name}: {detail}" if detail else name
+
+
+def detail_of(record: Record) -> str:
+    """Return what an event says, in one line. Of one that another version has written, that is its plain fields."""
+    describe = TEXTS.get(str(record.get("event")), _fields)
     try:
         detail = describe(record)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # written by another version
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         detail = _fields(record)
-    return " ".join(f"{clock} {kind.replace('_', ' ')}{': ' if detail else ''}{detail}".split())
+    return " ".join(detail.split())
 
 
 def time_of(record: Record) -> Optional[float]:
@@ -88,13 +50,13 @@ def _process_ended(record: Record) -> str:
 
 
 def _run_started(record: Record) -> str:
-    hosts = ", ".join(dict.fromkeys(each["host"] for each in record["instances"]))
-    seconds = math.fsum(record["seconds"].values())
-    instances = counted(len(record["instances"]), "instance")
-    return (
-        f"{instances} on {hosts} after {seconds:.1f} s; generation {record['generation']}, "
-        f"from update {record['first_update']}; {record['device_line']}"
-    )
+    where = line = ""
+    if "instances" in record:  # the status endpoint leaves out what is long
+        hosts = ", ".join(dict.fromkeys(each["host"] for each in record["instances"]))
+        seconds = math.fsum(record["seconds"].values())
+        where = f"{counted(len(record['instances']), 'instance')} on {hosts} after {seconds:.1f} s; "
+        line = f"; {record['device_line']}"
+    return f"{where}generation {record['generation']}, from update {record['first_update']}{line}"
 
 
 def _phase_begun(record: Record) -> str:
@@ -180,13 +142,14 @@ def _number(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-_TEXTS: Dict[str, Callable[[Record], str]] = {
+TEXTS: Dict[str, Callable[[Record], str]] = {
     "process_started": _process_started,
     "process_failed": _process_ended,
     "process_interrupted": _process_ended,
     "process_preempted": _process_ended,
     "run_started": _run_started,
     "phase_begun": _phase_begun,
+    "checkpoint_begun": lambda record: f"after update {record['update']}",
     "evaluation_done": _evaluation_done,
     "epoch_done": _epoch_done,
     "checkpoint_saved": _checkpoint_saved,
@@ -198,4 +161,11 @@ _TEXTS: Dict[str, Callable[[Record], str]] = {
     "stopped_early": _stopped_early,
     "run_ended": _run_ended,
     "call_times": _call_times,
+    # Of the programs of `raypod launch`, in its status endpoint.
+    "program_started": lambda record: f"program {record['instance']} on {record['host']}",
+    "program_ended": lambda record: f"program {record['instance']} with exit code {record['exit_code']}",
 }
+ALL = frozenset(TEXTS) - {"program_started", "program_ended"}  # what `events.jsonl` can hold
+_DETAILS = ("call_times", "phase_begun", "checkpoint_begun")
+RECENT = frozenset(TEXTS) - {*_DETAILS}  # what the monitor and the status endpoint show
+MAIN = ALL & RECENT - {"epoch_done"}  # what logs and the report show by default

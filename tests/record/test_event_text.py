@@ -11,10 +11,12 @@ import pytest
 
 from raypod import events
 from raypod.errors import ConfigError, InstanceFailed
-from raypod.logs.event_text import ALL, SHOWN, parse_kinds, text_of
+from raypod.logs.command import _kinds
 from raypod.monitor.snapshots import event_lines
+from raypod.plan.layout import EVENTS
 from raypod.plan.plan import Plan
-from raypod.record.event_log import NAME, EventLog, event_name
+from raypod.record.event_log import EventLog, event_name
+from raypod.record.event_text import ALL, MAIN, RECENT, text_of
 from raypod.record.growing_file import parse_records
 from raypod.report import timeline
 from raypod.status.run_status import RunStatus
@@ -30,7 +32,7 @@ EXAMPLES: Tuple[Tuple[events.Event, str], ...] = (
     ),
     (events.PhaseBegun("saving", 5), "saving after update 5"),
     (events.EpochDone(3, {"loss": 0.25, "accuracy": float("nan")}), "epoch 3: loss 0.25, accuracy nan"),
-    (events.CheckpointBegun(6), "update 6"),
+    (events.CheckpointBegun(6), "after update 6"),
     (events.CheckpointSaved(6, "/c/update-6", "a" * 64), "/c/update-6 after update 6, weights aaaaaaaaaaaa"),
     (events.CheckpointFailed(6, "/c/6", "disk full", "/c/5"), "/c/6 after update 6: disk full; /c/5 still exists"),
     (events.EvaluationDone(360, {"loss": 0.5}, 8, 1), "loss 0.5 after update 8 on 360 samples"),
@@ -63,20 +65,20 @@ def logged(folder: Path, *run: events.Event, error: Optional[InstanceFailed] = N
             log.handle(event)
         if error is not None:
             raise error
-    return parse_records((folder / NAME).read_bytes().splitlines())
+    return parse_records((folder / EVENTS).read_bytes().splitlines())
 
 
 @pytest.mark.parametrize(("event", "expected"), EXAMPLES, ids=[type(event).__name__ for event, _ in EXAMPLES])
 def test_each_event_has_a_text(tmp_path: Path, event: events.Event, expected: str) -> None:
     text = text_of(logged(tmp_path, event)[1])
-    assert text[20:] == f"{event_name(type(event)).replace('_', ' ')}: {expected}"
+    assert text == f"{event_name(type(event)).replace('_', ' ')}: {expected}"
 
 
 def test_the_lines_of_the_process_and_of_the_calls_have_a_text(tmp_path: Path) -> None:
     calls = events.CallDone(0, (), tuple(events.CallTimes(each, 0.02, 0.0, None) for each in range(2)))
     error = InstanceFailed(1, "host-1", "it\nbroke", "the log")
     run = logged(tmp_path, events.RunStarted("emulated", "", 0, 1, (), 1, INSTANCES), calls, calls, error=error)
-    texts = [text_of(each)[20:] for each in run]
+    texts = [text_of(each) for each in run]
     assert "updates 16, hosts 1, instances 2" in texts[0]
     assert texts[2] == (
         "call times: 2 calls from update 0; instance 0 20.0 ms (busy 1.00 of the median), "
@@ -90,7 +92,7 @@ def test_every_event_of_a_run_is_known_and_has_an_example() -> None:
     assert {type(event) for event, _ in EXAMPLES} == logged_types
     process = {"process_started", "process_failed", "process_interrupted", "process_preempted", "call_times"}
     assert process | {event_name(each) for each in logged_types} == ALL
-    assert SHOWN < ALL
+    assert MAIN < ALL & RECENT
 
 
 @pytest.mark.parametrize(("event", "_"), EXAMPLES)
@@ -98,9 +100,9 @@ def test_every_view_shows_every_main_event(
     event: events.Event, _: str, tmp_path: Path, make: Callable[..., Plan]
 ) -> None:
     (record,) = [each for each in logged(tmp_path, event) if each["event"] == event_name(type(event))]
-    if record["event"] not in SHOWN:
+    if record["event"] not in MAIN:
         return
-    assert len(event_lines([record])) == 1
+    assert event_lines([record])[0].text == text_of(record)
     status = RunStatus(make(), dict)
     status.handle(event)
     assert [each["event"] for each in status.snapshot()["events"]] == [record["event"]]
@@ -130,12 +132,12 @@ def test_an_event_of_another_version_is_still_a_line(fields: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kinds"), [("none", frozenset()), ("main", SHOWN), ("all", ALL), ("repaired, run_ended", None)]
+    ("text", "kinds"), [("none", frozenset()), ("main", MAIN), ("all", ALL), ("repaired, run_ended", None)]
 )
 def test_kinds_are_named(text: str, kinds: FrozenSet[str]) -> None:
-    assert parse_kinds(text) == (frozenset({"repaired", "run_ended"}) if kinds is None else kinds)
+    assert _kinds(text) == (frozenset({"repaired", "run_ended"}) if kinds is None else kinds)
 
 
 def test_an_unknown_kind_is_an_error() -> None:
     with pytest.raises(ConfigError, match="--events repaired,update: 'update' is no kind of event; known: none, main"):
-        parse_kinds("repaired,update")
+        _kinds("repaired,update")
