@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import contextvars
 import difflib
 import io
 import itertools
@@ -127,10 +126,14 @@ def discard_unwritten() -> None:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises ConfigError instead of printing its usage and exiting."""
+    """An `ArgumentParser` that raises ConfigError instead of printing its usage and exiting.
 
-    def __init__(self, **kwargs: Any) -> None:
+    `run` is the command: it takes the parsed flags, with the whole command line as `argv`, and returns the exit code.
+    """
+
+    def __init__(self, run: Callable[[argparse.Namespace], int] = lambda args: 0, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+        self.run = run
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError with argparse's message in one line, with the values of the flags that it asks for."""
@@ -146,15 +149,15 @@ class FlagParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Optional[Sequence[str]] = None, namespace: Optional[argparse.Namespace] = None
     ) -> argparse.Namespace:
-        """Parse a command line. ConfigError for a wrong one, which names the flag nearest to an unknown one."""
+        """Parse flags and other words in any order. ConfigError names the flag nearest to an unknown one."""
         words = sys.argv[1:] if args is None else list(args)
-        self.check_flags(words)
-        return super().parse_args(words, namespace)
+        self._check_flags(words)
+        parsed: argparse.Namespace = self.parse_intermixed_args(words, namespace)
+        parsed.argv = words
+        return parsed
 
-    def check_flags(self, words: Sequence[str]) -> None:
+    def _check_flags(self, words: Sequence[str]) -> None:
         """Raise ConfigError for the first unknown flag, before argparse reports what is missing."""
-        if _is_sought.get():
-            raise _ParserFound(self)
         known = [name for name in self._option_string_actions if name.startswith("--")]
         for word in itertools.takewhile(lambda each: each != "--", words):
             name = word.partition("=")[0]
@@ -164,25 +167,29 @@ class FlagParser(argparse.ArgumentParser):
                 raise ConfigError(f"unknown flag {name}{hint}; {self.prog} --help lists all")
 
 
-class _ParserFound(BaseException):  # no handler of a command catches it
-    def __init__(self, parser: FlagParser) -> None:
-        super().__init__()
-        self.parser = parser
+def without_flags(words: Sequence[str], *names: str) -> List[str]:
+    """Return a command line without some flags and their values."""
+    kept: List[str] = []
+    is_value = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_removed = is_value or name in names
+        is_value = not is_value and is_removed and not equals
+        if not is_removed:
+            kept.append(word)
+    return kept
 
 
-_is_sought = contextvars.ContextVar("_is_sought", default=False)
-
-
-def parser_of(command: Callable[[Sequence[str]], Any]) -> FlagParser:
-    """Return the parser of a command, which builds one before it reads its words; nothing of it is run."""
-    token = _is_sought.set(True)
-    try:
-        command([])
-    except _ParserFound as found:
-        return found.parser
-    finally:
-        _is_sought.reset(token)
-    raise TypeError(f"{command} has no FlagParser")
+def value_of(words: Sequence[str], flag: str, key: str) -> Optional[str]:
+    """Return the last value of a flag, or of the override of its key, in a command line; None without one."""
+    found = None
+    for word, after in zip(words, [*words[1:], "--"]):
+        name, equals, value = word.partition("=")
+        if name in (flag, key) and equals:
+            found = value
+        elif word == flag and not after.startswith("--"):
+            found = after
+    return found
 
 
 # What other programs call the flags of a training.

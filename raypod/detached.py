@@ -14,12 +14,12 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 from tqdm import tqdm
 
 from raypod.checkpoint import storage
-from raypod.cli import format_table, printable, show
+from raypod.cli import format_table, printable, show, without_flags
 from raypod.commands.background import Background, BackgroundProcess, RayJob
 from raypod.errors import ClusterError, ConfigError, RunError, UserError
 from raypod.fleet.ray_jobs import JobServer, find_job_server
@@ -52,8 +52,9 @@ def detach(argv: Sequence[str], claimed: Claim, plan: Plan, way: Optional[str] =
     """
     server, reason = _job_server(plan, way)
     log = log_of(claimed.folder)
+    kept = without_flags([word for word in argv if word != "--detach"], "--run-dir", "run.run_dir", "--detach-as")
     own = ["--run-dir", str(claimed.folder), "--lease", claimed.lease.owner]
-    command = [sys.executable, "-m", "raypod.train", *_own_arguments(argv), *own]
+    command = [sys.executable, "-m", "raypod.train", *kept, *own]
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = log.open("ab")
@@ -288,19 +289,6 @@ def _with_newest_update(run_dir: Path, state: RunState) -> RunState:
         loss=newest.loss if newest.has_results else state.loss,
         samples_per_s=newest.samples_per_s,
     )
-
-
-def _own_arguments(argv: Sequence[str]) -> List[str]:
-    """Return the command line without the run folder, and without what makes it one of the background."""
-    kept: List[str] = []
-    skip = False
-    for word in argv:
-        is_joined = word.startswith(("--run-dir=", "run.run_dir=", "--detach-as="))
-        has_value = word in ("--run-dir", "--detach-as")
-        if not skip and not is_joined and not has_value and word != "--detach":
-            kept.append(word)
-        skip = not skip and has_value
-    return kept
 
 
 def _last_line(log: Path, began: int) -> bytes:

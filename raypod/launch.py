@@ -37,6 +37,9 @@ _PROG = "raypod launch"
 _BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE: stdout is closed
 
 
+parser = options.parser
+
+
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code.
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence
 
-from raypod.cli import FlagParser, width_of
+from raypod.cli import FlagParser, value_of, width_of
 from raypod.errors import ConfigError, UserError, as_utf8
 from raypod.fleet.choice import with_fleet
 from raypod.host import sdk
@@ -44,45 +44,51 @@ _SWITCHES = {
     ),
 }
 
+Run = Callable[[argparse.Namespace], int]
 _LETTERS = {"--quiet": "-q", "--verbose": "-v"}
 _TRAIN = "Train a model on this host or on a pod. Without flags: a ResNet on digits, on two emulated instances."
 _PLAN = "Print what `raypod train` with the same flags would run where. Nothing is started or downloaded."
 
 
-def plan_of(
-    argv: Sequence[str],
-    prog: str,
-    switches: Sequence[str] = (),
-    on_config: Callable[[Config], None] = lambda config: None,
-) -> Tuple[Plan, argparse.Namespace]:
-    """Return the plan of a command line, and the parsed flags.
-
-    If the command line is one that runs (`--dry-run` is a switch of it and is not given), the data set is downloaded
-    where the config asks for it; otherwise a missing data set counts with its published size.
+def parser(words: Sequence[str], prog: str, switches: Sequence[str], run: Run = lambda args: 0) -> FlagParser:
+    """Return the parser of a command with the flags of a training.
 
     Args:
-        argv: the flags, without the program's name.
-        prog: the program's name in messages.
+        words: the command line: its task, which can be that of a config, determines the flags.
+        prog: the command's name in messages.
         switches: further boolean flags: any of those in `_SWITCHES`.
-        on_config: called with the config before what takes long: data, a pipeline.
+        run: see `FlagParser`.
 
     Raises:
-        UserError: a flag, the config, the cluster file or the data set is wrong.
+        ConfigError: the task or the config cannot be read.
     """
-    check_words(argv)
-    snapshots.take_resumed(value_of(argv, "--resume", "run.resume"))
-    parser = FlagParser(prog=prog, add_help=False, description=_TRAIN if "--dry-run" in switches else _PLAN)
-    schema = schema_for(argv)
-    groups = flags.add_flags(parser, schema)
+    check_words(words)
+    snapshots.take_resumed(value_of(words, "--resume", "run.resume"))
+    parser = FlagParser(run, prog=prog, add_help=False, description=_TRAIN if "--dry-run" in switches else _PLAN)
+    groups = flags.add_flags(parser, schema_for(words))
     for switch in switches:
         names = [_LETTERS[switch], switch] if switch in _LETTERS else [switch]
         groups["output"].add_argument(*names, action="store_true", help=_SWITCHES[switch])
     if "--detach" in switches:
         groups["output"].add_argument("--detach-as", choices=("ray-job", "process"), help=_SWITCHES["--detach-as"])
         parser.add_argument("--lease", help=argparse.SUPPRESS)  # of the background process
-    args = flags.parse_arguments(parser, argv)
-    values, source = resolve.merge(args, schema)
-    return plan_from(values, source, getattr(args, "dry_run", True), on_config), args
+    return parser
+
+
+def plan_of(args: argparse.Namespace, on_config: Callable[[Config], None] = lambda config: None) -> Plan:
+    """Return the plan of parsed flags.
+
+    If the command is one that runs (`--dry-run` is a switch of it and is not given), the data set is downloaded where
+    the config asks for it; otherwise a missing data set counts with its published size.
+
+    Args:
+        args: the flags of `parser`.
+        on_config: called with the config before what takes long: data, a pipeline.
+
+    Raises:
+        UserError: the config, the cluster file or the data set is wrong.
+    """
+    return plan_from(*resolve.merge(args), getattr(args, "dry_run", True), on_config)
 
 
 def plan_from(
@@ -167,14 +173,6 @@ def _check_utf8(plan: Plan) -> None:
                 f"{name}: the name {as_utf8(path)} is not UTF-8, and Ray accepts no other: rename it, or make a link "
                 "with another name to it"
             )
-
-
-def value_of(argv: Sequence[str], flag: str, key: str) -> Optional[str]:
-    """Return the value of a flag, or of the override of its key; None without one."""
-    words = list(argv)
-    following = [after for word, after in zip(words, words[1:]) if word == flag]
-    joined = [word.partition("=")[2] for word in words if word.startswith((f"{flag}=", f"{key}="))]
-    return next(iter([*following, *joined]), None)
 
 
 def needs_model(plan: Plan) -> bool:

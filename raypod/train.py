@@ -12,7 +12,7 @@ from typing import Optional, Sequence
 
 from raypod import detached, planning
 from raypod.api.training import Claimed, Training, claimed, resume_point
-from raypod.cli import INTERRUPTED, discard_unwritten, report_errors, show, tell, width_of
+from raypod.cli import INTERRUPTED, FlagParser, discard_unwritten, report_errors, show, tell, width_of
 from raypod.coordinator.stop import Stop, deadline_of, stop_on_signal
 from raypod.errors import ConfigError, Preempted
 from raypod.events import RunEnded
@@ -44,11 +44,17 @@ def command(argv: Sequence[str]) -> int:
     return code
 
 
+def parser(words: Sequence[str] = ()) -> FlagParser:
+    """Return the parser of a command line."""
+    switches = ["--dry-run", "--detach", "--take-over", "--quiet", "--verbose"]
+    return planning.parser(words, "raypod train", switches)
+
+
 def _train_until(stop: Stop, argv: Sequence[str], started_at_s: float) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop_on_signal(stop))
-        switches = ["--dry-run", "--detach", "--take-over", "--quiet", "--verbose"]
-        plan, args = planning.plan_of(argv, "raypod train", switches, lambda config: stop.configure(config.run))
+        args = parser(argv).parse_args(argv)
+        plan = planning.plan_of(args, lambda config: stop.configure(config.run))
         if args.quiet and args.verbose:
             raise ConfigError("--quiet and --verbose contradict each other; give one of them")
         if args.dry_run:

@@ -19,6 +19,7 @@ from bench_train_works import WORKS
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from raypod import train
 from raypod.datasets.source import Source
 from raypod.plan.config import Config
 from raypod.planning import plan_of
@@ -33,9 +34,8 @@ class Peer:
     """The task of a work, its network and torch's optimizer."""
 
     def __init__(self, name: str) -> None:
-        plan, _ = plan_of(
-            [*WORKS[name].flags, "--device", "emulated"], prog="bench_train_peer.py", switches=["--dry-run"]
-        )
+        words = [*WORKS[name].flags, "--device", "emulated"]
+        plan = plan_of(train.parser(words).parse_args(words))
         self.config: Config = plan.config
         self.parts_per_sample = plan.task.parts[1] if plan.task.parts else 1
         self.task: Task = task_of_plan(plan)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from argparse import Namespace
 from typing import Optional, Sequence
 
 from raypod import planning
-from raypod.cli import show, tell
+from raypod.cli import FlagParser, show, tell
 from raypod.errors import ConfigError, WaitTimedOut
 from raypod.host import sdk, torchvision_import
 from raypod.host.process import environment_variables
@@ -15,9 +16,14 @@ from raypod.plan.environment import instance_environment
 from raypod.plan.plan import Plan
 
 
-def main(argv: Sequence[str]) -> int:
+def parser(words: Sequence[str]) -> FlagParser:
+    """Return the parser of a command line."""
+    return planning.parser(words, "raypod compile", ["--verbose"], run)
+
+
+def run(args: Namespace) -> int:
     """Print the plan with the estimate of the memory, and compile training and evaluation of one instance."""
-    plan, args = planning.plan_of(argv, "raypod compile", ["--verbose"])
+    plan = planning.plan_of(args)
     found, training = sdk.sdk_for_programs(plan.config.run.device)[0], plan.config.training
     if found.has_ipus and training.pipeline_balance == "memory" and not training.pipeline_splits:
         raise ConfigError(
@@ -25,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
             f"--pipeline-splits {','.join(plan.pipeline_splits)}"
         )
     if found.has_ipus:
-        code = _print_estimate(argv, plan.config.run.report_timeout_s)
+        code = _print_estimate(args.argv, plan.config.run.report_timeout_s)
         if code:
             return code
     else:

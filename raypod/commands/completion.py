@@ -6,11 +6,10 @@ The script is static: a shell that completes starts no Python.
 from __future__ import annotations
 
 import argparse
-from typing import Sequence
 
 import shtab
 
-from raypod.cli import FlagParser, parser_of, show, suggestion
+from raypod.cli import FlagParser, show, suggestion
 from raypod.commands.table import COMMANDS
 from raypod.errors import ConfigError
 from raypod.plan.flag_help import GROUPS
@@ -24,20 +23,23 @@ It applies to shells that are started afterwards."""
 _SHELLS = ("bash", "zsh", "fish")
 _FILES = ("FILE", "PATH", "IMAGE", "FILES", "CLUSTER_FILE")
 _FOLDERS = ("FOLDER", "RUN_FOLDER", "RUNS_FOLDER", "RUN")
-_LAUNCH_FILES = ("hostfile", "cluster", "import-config", "export-config")
-_LAUNCH_FOLDERS = ("executable-cache-path", "run-dir")
 
 
-def completion(argv: Sequence[str]) -> int:
+def parser() -> FlagParser:
+    """Return the parser of the command."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = FlagParser(run, prog="raypod completion", description=_DESCRIPTION, formatter_class=formatter)
+    parser.add_argument("shell", metavar="{" + ",".join(_SHELLS) + "}", help="the shell that reads the script")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
     """Print the completion script of a shell.
 
     Raises:
         ConfigError: this version of shtab does not know the shell.
     """
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = FlagParser(prog="raypod completion", description=_DESCRIPTION, formatter_class=formatter)
-    parser.add_argument("shell", metavar="{" + ",".join(_SHELLS) + "}", help="the shell that reads the script")
-    shell = parser.parse_args(argv).shell
+    shell = args.shell
     if shell not in _SHELLS:
         raise ConfigError(f"completion {shell}: no such shell{suggestion(shell, _SHELLS)}")
     if shell not in shtab.SUPPORTED_SHELLS:
@@ -54,31 +56,11 @@ def _whole_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the versions of raypod and of what it uses")
     parsers = parser.add_subparsers(dest="command")
     for name, command in COMMANDS.items():
-        found = _launch() if name == "launch" else parser_of(command.run)
         # The parents' help flags are copied, too.
-        copy = parsers.add_parser(name, parents=[found], add_help=False, help=command.summary, prog=f"raypod {name}")
+        parents = [command.parser()]
+        copy = parsers.add_parser(name, parents=parents, add_help=False, help=command.summary, prog=f"raypod {name}")
         for action in copy._actions:
             _add_values(action)
-    return parser
-
-
-def _launch() -> argparse.ArgumentParser:
-    """Return the options of `raypod launch`, which does not parse its words with argparse."""
-    from raypod.launcher import options
-
-    parser = argparse.ArgumentParser(prog="raypod launch")
-    for option in options.OPTIONS:
-        if option.letter == "x":
-            parser.add_argument("-x", metavar="VAR", help=option.help)
-            continue
-        names = [f"--{option.name}", *([f"-{option.letter}"] if option.letter else [])]
-        metavar = "{yes,no}" if option.kind == options.YES_NO else option.kind
-        if option.name in _LAUNCH_FILES or option.name in _LAUNCH_FOLDERS:
-            metavar = "FILE" if option.name in _LAUNCH_FILES else "FOLDER"
-        elif option.name == "device":
-            metavar = "{auto,ipu,emulated}"
-        parser.add_argument(*names, metavar=metavar, help=option.help.replace("%", "%%"))
-    parser.add_argument("program", metavar="FILE", nargs="*", help="the program and its arguments")
     return parser
 
 

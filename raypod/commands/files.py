@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from pathlib import Path
-from typing import List, Sequence
+from typing import List
 
 from raypod.cli import FlagParser, format_table, show, suggestion, width_of
 from raypod.errors import ConfigError
@@ -13,12 +14,17 @@ from raypod.plan import shipped
 _TITLES = {shipped.RECIPES: "Recipes, for raypod train --config", shipped.CLUSTERS: "Cluster files, for --cluster"}
 
 
-def files(argv: Sequence[str]) -> int:
-    """List the files, or print one. ConfigError for an unknown name."""
+def parser() -> FlagParser:
+    """Return the parser of the command."""
     description = "List the recipes and cluster files that raypod contains, or print one of them."
-    parser = FlagParser(prog="raypod files", description=description)
+    parser = FlagParser(run, prog="raypod files", description=description)
     parser.add_argument("name", metavar="NAME", nargs="?", help="print this file, as in: raypod files pod64.yaml")
-    name = parser.parse_args(argv).name
+    return parser
+
+
+def run(args: Namespace) -> int:
+    """List the files, or print one. ConfigError for an unknown name."""
+    name = args.name
     if name is None:
         show("\n\n".join(_listed(kind) for kind in _TITLES))
         return 0

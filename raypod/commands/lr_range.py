@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
-from raypod.cli import FlagParser, show
+from raypod.cli import FlagParser, show, value_of
 from raypod.errors import ConfigError, LossNotFinite
 from raypod.host.files import replace_file
 from raypod.plan.layout import METRICS
-from raypod.planning import value_of
 from raypod.record.run_folder import records
 
 CURVE = "lr-range.csv"
@@ -39,16 +38,20 @@ def factor(update: int, total_updates: int) -> float:
     return math.pow(_SPAN, 1 - update / max(1, total_updates - 1))
 
 
-def lr_range(argv: Sequence[str]) -> int:
-    """Train with a growing rate, write the curve into the run folder, and print the suggested rate."""
-    parser = FlagParser(
+def parser() -> FlagParser:
+    """Return the parser of the help; `raypod train` parses the flags."""
+    return FlagParser(
         prog="raypod lr-range",
         usage="raypod lr-range [the flags of raypod train]",
         description="Train for a few updates with a learning rate that grows by the same factor in each, from a "
         "millionth of --learning-rate [10] to that rate, and suggest a rate. --updates [100] is their number. "
         f"The curve is {CURVE} in the run folder [runs/TIME-lr-range].",
     )
-    parser.parse_args(["--help"] if {"-h", "--help"} & set(argv) else [])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train with a growing rate, write the curve into the run folder, and print the suggested rate."""
+    parser().parse_args(["--help"] if {"-h", "--help"} & set(argv) else [])
     _check(argv)
     run_dir = value_of(argv, "--run-dir", "run.run_dir") or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-lr-range"
     words = [*argv, "--lr-schedule", f"{__name__}:{factor.__name__}"]

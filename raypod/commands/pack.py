@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence, Tuple
 
@@ -36,15 +37,15 @@ _EPILOG = (
 _OF_TRAIN = ("--dataset", "--task", "--config")  # with one of these, the data is that of a training
 
 
-def pack(argv: Sequence[str]) -> int:
-    """Pack the data of a folder or of a training, or verify what was packed."""
-    parser = FlagParser(prog="raypod pack", usage=_USAGE, description=_DESCRIPTION, epilog=_EPILOG)
-    is_of_train = any(word.partition("=")[0] in _OF_TRAIN for word in argv) and not {"-h", "--help"} & set(argv)
+def parser(words: Sequence[str]) -> FlagParser:
+    """Return the parser of a command line: the data of a folder, or with one of `_OF_TRAIN` that of a training."""
+    is_of_train = any(word.partition("=")[0] in _OF_TRAIN for word in words) and not {"-h", "--help"} & set(words)
+    run = _pack_training if is_of_train else _pack_folder
+    parser = FlagParser(run, prog="raypod pack", usage=_USAGE, description=_DESCRIPTION, epilog=_EPILOG)
     if is_of_train:
         from raypod.tasks.registry import schema_for
 
-        schema = schema_for(argv)
-        flags.add_flags(parser, schema)
+        flags.add_flags(parser, schema_for(words))
     else:
         parser.add_argument("words", nargs="*", metavar="FOLDER OUT", help="the data, and the folder of the shards")
         parser.add_argument(
@@ -56,17 +57,18 @@ def pack(argv: Sequence[str]) -> int:
         "--shard-size", metavar="SIZE", default="1GB", help="largest size of a shard, as 256MB [default: 1GB]"
     )
     parser.add_argument("--verify", action="store_true", help="compare every file of a packed folder with its checksum")
-    args = flags.parse_arguments(parser, argv)
-    if not is_of_train:
-        return _pack_folder(args)
+    return parser
+
+
+def _pack_training(args: Namespace) -> int:
     words = [word for word in args.overrides if "=" not in word]
     args.overrides = [word for word in args.overrides if "=" in word]
     if len(words) != 1 or args.verify:
         raise ConfigError("--dataset and --task take one folder, that of the shards: raypod pack --task mine:Task OUT")
-    return _pack_samples(resolve.resolve(args, schema), _target(words[0]), _size_of(args.shard_size))
+    return _pack_samples(resolve.resolve(args), _target(words[0]), _size_of(args.shard_size))
 
 
-def _pack_folder(args: Any) -> int:
+def _pack_folder(args: Namespace) -> int:
     from raypod.datasets import packing, shards  # --help needs none of these
     from raypod.datasets.tables import splits_in
 

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+from argparse import Namespace
 from pathlib import Path
 from socket import gethostname
-from typing import Callable, Sequence
+from typing import Sequence
 
-from raypod.cli import FlagParser, format_table, show
+from raypod.cli import FlagParser, format_table, show, without_flags
 from raypod.errors import ConfigError
 from raypod.host.folders import looked_in
 from raypod.plan.urls import is_url
 
 _SOURCE = Path("~/raypod/source")  # where the cluster files of raypod copy its source
-_DESCRIPTIONS = {
-    "status": "Print the state of a run.",
-    "attach": "Print the output of a detached run until it ends.",
-    "stop": "Stop a run after the current call, with a checkpoint.",
-}
 
 
-def plan(argv: Sequence[str]) -> int:
+def plan_parser(words: Sequence[str]) -> FlagParser:
+    """Return the parser of `raypod plan`."""
+    from raypod import planning
+
+    return planning.parser(words, "raypod plan", ["--json", "--memory", "--verbose"], _plan)
+
+
+def _plan(args: Namespace) -> int:
     """Print the plan of a `raypod train` command line as a table or as JSON."""
     from raypod import planning
 
-    planned, args = planning.plan_of(argv, "raypod plan", ["--json", "--memory", "--verbose"])
+    planned = planning.plan_of(args)
     if args.json:
         show(json.dumps(planning.describe_with_pipeline(planned), indent=2))
     else:
@@ -35,18 +38,22 @@ def plan(argv: Sequence[str]) -> int:
     return 0
 
 
-def verify_data(argv: Sequence[str]) -> int:
-    """Verify from the ledger that each epoch used every sample exactly once; return 1 if it did not."""
+def verify_data_parser() -> FlagParser:
+    """Return the parser of `raypod verify-data`."""
     description = "Prove from the ledger of a run that each epoch used every sample exactly once."
-    parser = FlagParser(prog="raypod verify-data", description=description)
+    parser = FlagParser(_verify_data, prog="raypod verify-data", description=description)
     parser.add_argument("run", metavar="RUN", help="a run folder or URL")
-    run = parser.parse_args(argv).run
-    if is_url(run):
+    return parser
+
+
+def _verify_data(args: Namespace) -> int:
+    """Verify from the ledger that each epoch used every sample exactly once; return 1 if it did not."""
+    if is_url(args.run):
         from raypod.storage import snapshots
 
-        folder = snapshots.local_folder(run, "verify-data")
+        folder = snapshots.local_folder(args.run, "verify-data")
     else:
-        folder = _run_folder("verify-data", run)
+        folder = _run_folder("verify-data", args.run)
     from raypod.record import verify_data as verification  # imports NumPy
 
     verdict = verification.verify(folder)
@@ -54,49 +61,47 @@ def verify_data(argv: Sequence[str]) -> int:
     return 0 if verdict.is_proved else 1
 
 
-def status(argv: Sequence[str]) -> int:
-    """Print the state of a run."""
-    from raypod import detached
-
-    return _control("status", detached.status, argv)
+def status_parser() -> FlagParser:
+    """Return the parser of `raypod status`."""
+    return _parser("status", "Print the state of a run.")
 
 
-def attach(argv: Sequence[str]) -> int:
-    """Print the output of a detached run until it ends."""
-    from raypod import detached
-
-    return _control("attach", detached.attach, argv)
+def attach_parser() -> FlagParser:
+    """Return the parser of `raypod attach`."""
+    return _parser("attach", "Print the output of a detached run until it ends.")
 
 
-def stop(argv: Sequence[str]) -> int:
-    """Stop a run with a checkpoint."""
-    from raypod import detached
+def stop_parser() -> FlagParser:
+    """Return the parser of `raypod stop`."""
+    parser = _parser("stop", "Stop a run after the current call, with a checkpoint.")
+    parser.add_argument("--preemption", action="store_true", help="announce a preemption: docs/how-to/preemption.md")
+    return parser
 
-    return _control("stop", detached.stop, argv)
+
+def version_parser() -> FlagParser:
+    """Return the parser of `raypod version`."""
+    return FlagParser(_version, prog="raypod version", description="Print the versions of raypod and of what it uses.")
 
 
-def version(argv: Sequence[str]) -> int:
+def _version(args: Namespace) -> int:
     """Print the versions of the packages that determine results, a line each."""
     from raypod.host.process import versions
 
-    FlagParser(prog="raypod version", description="Print the versions of raypod and of what it uses.").parse_args(argv)
     found = dict(versions())
     found.setdefault("poptorch", "emulated")  # without the SDK, raypod's own implementation is used
     show("\n".join(format_table([*found.items()])))
     return 0
 
 
-def _control(verb: str, action: Callable[[Path], int], argv: Sequence[str]) -> int:
-    """Run a command on a run folder of this host, or on the head of a cluster by ssh."""
-    parser = FlagParser(prog=f"raypod {verb}", description=_DESCRIPTIONS[verb])
+def _parser(verb: str, description: str) -> FlagParser:
+    parser = FlagParser(lambda args: _control(verb, args), prog=f"raypod {verb}", description=description)
     parser.add_argument("run", metavar="RUN_FOLDER", help="path on the host where the run was started")
     parser.add_argument("--cluster", metavar="FILE", help="run the command on the head of this cluster")
-    if verb == "stop":
-        parser.add_argument(
-            "--preemption", action="store_true", help="announce a preemption: docs/how-to/preemption.md"
-        )
-    args = parser.parse_args(argv)
-    is_preemption = getattr(args, "preemption", False)
+    return parser
+
+
+def _control(verb: str, args: Namespace) -> int:
+    """Run a command on a run folder of this host, or on the head of a cluster by ssh."""
     if args.cluster:
         from raypod.plan.cluster import read_cluster
         from raypod.pod import ssh
@@ -104,12 +109,12 @@ def _control(verb: str, action: Callable[[Path], int], argv: Sequence[str]) -> i
         cluster = read_cluster(args.cluster)
         head = cluster.hosts[0]
         if not ssh.is_local(head):
-            words = [verb, *(["--preemption"] if is_preemption else []), args.run]
-            return ssh.pass_through(head, cluster.ssh, [cluster.python, "-m", "raypod", *words])
-    if is_preemption:
-        from raypod import detached
+            words = [cluster.python, "-m", "raypod", verb, *without_flags(args.argv, "--cluster")]
+            return ssh.pass_through(head, cluster.ssh, words)
+    from raypod import detached
 
-        action = detached.announce_preemption
+    actions = {"status": detached.status, "attach": detached.attach, "stop": detached.stop}
+    action = detached.announce_preemption if getattr(args, "preemption", False) else actions[verb]
     return action(_run_folder(verb, args.run))
 
 

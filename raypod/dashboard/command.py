@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from argparse import Namespace
 from pathlib import Path
-from typing import Dict, Sequence
+from typing import Dict
 
 from raypod.cli import FlagParser, show
 from raypod.dashboard.runs import RunsFolder
@@ -18,16 +19,20 @@ _LEAST_ROWS, _MOST_ROWS = 100, 4000
 _LARGEST_PORT = 65535
 
 
-def main(argv: Sequence[str]) -> int:
+def parser() -> FlagParser:
+    """Return the parser of the command."""
+    parser = FlagParser(run, prog="raypod dashboard", description="Show the runs of a folder in a browser, live.")
+    parser.add_argument("folder", metavar="RUNS_FOLDER", nargs="?", default="runs", help="default: runs")
+    parser.add_argument("--port", metavar="N", default="0", help="on 127.0.0.1; default: 0, any free port")
+    return parser
+
+
+def run(args: Namespace) -> int:
     """Serve the dashboard until Ctrl-C; return 0.
 
     Raises:
         ConfigError: a mistake in the options, or the folder cannot be read.
     """
-    parser = FlagParser(prog="raypod dashboard", description="Show the runs of a folder in a browser, live.")
-    parser.add_argument("folder", metavar="RUNS_FOLDER", nargs="?", default="runs", help="default: runs")
-    parser.add_argument("--port", metavar="N", default="0", help="on 127.0.0.1; default: 0, any free port")
-    args = parser.parse_args(argv)
     if not args.port.isdecimal() or int(args.port) > _LARGEST_PORT:
         raise ConfigError(f"--port {args.port}: must be a port number, or 0 for any free one")
     runs = RunsFolder(Path(args.folder))

@@ -25,14 +25,14 @@ _LOG_INTERVAL_S = 10.0
 _HEAD = "node:__internal_head__"  # the resource of Ray's head node
 
 
-def write(argv: Sequence[str]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the command. Returns 0.
 
     Raises:
         ClusterError: no Ray cluster runs on this host, or too few nodes have joined it in time.
         ConfigError: the flags are wrong, or the file cannot be written.
     """
-    args = _parse(argv)
+    _check(args)
     with running_session() as ray:
         nodes = _nodes(ray, args.hosts, args.wait_s)
     content = yaml.safe_dump(cluster_of_nodes(nodes, args.name, args.instances_per_host), sort_keys=False)
@@ -63,20 +63,24 @@ def cluster_of_nodes(nodes: Sequence[Dict[str, Any]], name: str, instances_per_h
     }
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = FlagParser(prog="raypod cluster-file", description="Write the cluster file of the running Ray cluster.")
+def parser() -> FlagParser:
+    """Return the parser of the command."""
+    description = "Write the cluster file of the running Ray cluster."
+    parser = FlagParser(run, prog="raypod cluster-file", description=description)
     parser.add_argument("--hosts", type=int, required=True, metavar="N", help="number of Ray nodes to wait for")
     parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
     parser.add_argument("--wait-s", type=float, default=300.0, metavar="S", help="longest wait for the nodes [300]")
     parser.add_argument("--name", default="pod", help="name of the cluster in messages [pod]")
     parser.add_argument("--instances-per-host", type=int, default=1, metavar="N", help="host processes per host [1]")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
     for flag, value in (("--hosts", args.hosts), ("--instances-per-host", args.instances_per_host)):
         if value < 1:
             raise ConfigError(f"{flag} {value} must be at least 1")
     if not 0 <= args.wait_s <= 1e6:
         raise ConfigError(f"--wait-s {args.wait_s:g} must be between 0 and 1e6")
-    return args
 
 
 def _nodes(ray: Any, hosts: int, within_s: float) -> List[Dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any, Dict, List, NoReturn, Optional, Sequence, Tuple
 
 import yaml
 
-from raypod.cli import nearest
+from raypod.cli import FlagParser, nearest
 from raypod.errors import ConfigError
 from raypod.plan.unique_keys import UniqueKeyLoader
 
@@ -145,6 +145,11 @@ class Request:
         raise AttributeError(key)
 
 
+_METAVARS = {
+    **dict.fromkeys(("hostfile", "cluster", "import-config", "export-config"), "FILE"),
+    **dict.fromkeys(("executable-cache-path", "run-dir"), "FOLDER"),
+    "device": "{auto,ipu,emulated}",
+}
 _YES, _NO = ("yes", "on", "true", "1", "y"), ("no", "off", "false", "0", "n")
 _LETTERS = {option.letter: option for option in OPTIONS if option.letter}
 _QUERIES = ("help", "version", "version-format")
@@ -185,6 +190,20 @@ def export(request: Request) -> str:
     return yaml.safe_dump(
         {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}, sort_keys=False
     )
+
+
+def parser() -> FlagParser:
+    """Return the options as a parser for the completion of shells; `parse` reads a command line."""
+    parser = FlagParser(prog="raypod launch")
+    for option in OPTIONS:
+        if option.letter == "x":
+            parser.add_argument("-x", metavar="VAR", help=option.help)
+            continue
+        names = [f"--{option.name}", *([f"-{option.letter}"] if option.letter else [])]
+        metavar = "{yes,no}" if option.kind == YES_NO else _METAVARS.get(option.name, option.kind)
+        parser.add_argument(*names, metavar=metavar, help=option.help.replace("%", "%%"))
+    parser.add_argument("program", metavar="FILE", nargs="*", help="the program and its arguments")
+    return parser
 
 
 def usage(prog: str) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from pathlib import Path
 from typing import FrozenSet, List, Optional, Sequence
 
-from raypod.cli import FlagParser
+from raypod.cli import FlagParser, without_flags
 from raypod.errors import ConfigError
 from raypod.logs.hosts import read_plan
 from raypod.logs.since import parse_since
@@ -20,7 +21,7 @@ from raypod.record import event_text
 _BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE: stdout is closed
 
 
-def main(argv: Sequence[str]) -> int:
+def run(args: Namespace) -> int:
     """Run the command.
 
     Returns:
@@ -30,11 +31,10 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: a mistake in the options, or the folder is not that of a run or a launch.
         RunError: with --follow, the coordinator of the run died.
     """
-    args = _parser().parse_args(argv)
     if args.cluster:
         cluster = read_cluster(args.cluster)
         if not ssh.is_local(cluster.hosts[0]):
-            words = [cluster.python, "-m", "raypod", "logs", *_without_cluster(argv)]
+            words = [cluster.python, "-m", "raypod", "logs", *without_flags(args.argv, "--cluster")]
             return ssh.pass_through(cluster.hosts[0], cluster.ssh, words)
     folder = _checked(Path(args.run))
     instances = _instances(folder, args.instance)
@@ -49,8 +49,11 @@ def main(argv: Sequence[str]) -> int:
         return _BROKEN_PIPE
 
 
-def _parser() -> FlagParser:
-    parser = FlagParser(prog="raypod logs", description="Print the output of all instances and the events of a run.")
+def parser() -> FlagParser:
+    """Return the parser of the command."""
+    parser = FlagParser(
+        run, prog="raypod logs", description="Print the output of all instances and the events of a run."
+    )
     parser.add_argument("run", metavar="RUN_FOLDER", help="of a training or a launch, on the host where it was started")
     parser.add_argument(
         "--instance",
@@ -129,17 +132,6 @@ def _tail(text: Optional[str]) -> Optional[int]:
     if not text.isdecimal():
         raise ConfigError(f"--tail {text}: must be a number of lines")
     return int(text)
-
-
-def _without_cluster(argv: Sequence[str]) -> List[str]:
-    """Return the command line for the head."""
-    kept: List[str] = []
-    skip = False
-    for word in argv:
-        if not skip and word != "--cluster" and not word.startswith("--cluster="):
-            kept.append(word)
-        skip = not skip and word == "--cluster"
-    return kept
 
 
 def _discard_stdout() -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Optional, Sequence, TextIO
+from typing import Optional, TextIO
 
 from rich.console import Console
 
@@ -31,9 +31,9 @@ Show which IPUs of the pod work for whom, and how runs are doing. Without RUN: a
 all users for root). In the terminal, h lists the keys."""
 
 
-def main(argv: Sequence[str]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the command. Exit codes: 0; 2 for a folder that is no run or wrong flags; 130 after Ctrl-C."""
-    args = _parse(argv)
+    _check(args)
     folder = _folder(args.run) if args.run is not None else None
     cluster = read_cluster(args.cluster) if args.cluster is not None else None
     source = PodSource(args.interval, folder, cluster)
@@ -46,15 +46,19 @@ def main(argv: Sequence[str]) -> int:
     return live.show(source, screen, args.interval, Console(highlight=False, markup=False, emoji=False), is_ascii)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = FlagParser(prog="raypod monitor", usage=_USAGE, description=_DESCRIPTION)
+def parser() -> FlagParser:
+    """Return the parser of the command."""
+    parser = FlagParser(run, prog="raypod monitor", usage=_USAGE, description=_DESCRIPTION)
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run folder; default: all runs on this host")
     parser.add_argument("--cluster", metavar="FILE", help="show all hosts of this cluster file, by ssh")
     parser.add_argument("--once", action="store_true", help="print plain text once")
     parser.add_argument("--json", action="store_true", help="print JSON once, in one line")
     parser.add_argument("--follow", action="store_true", help="with --json: a line per interval until it is stopped")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between updates [1]")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
     if args.run is not None and args.cluster is not None:
         raise ConfigError("monitor: RUN and --cluster exclude each other; left and right select a run of the cluster")
     if args.follow and not args.json:
@@ -63,7 +67,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("--once prints text and --json prints JSON; use one of them")
     if not _LEAST_S <= args.interval <= _MOST_S:
         raise ConfigError(f"--interval {args.interval:g}: must be from {_LEAST_S:g} to {_MOST_S:g} seconds")
-    return args
 
 
 def _folder(text: str) -> Path:

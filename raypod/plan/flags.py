@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Dict, List, Optional, Sequence, Type
+from typing import Any, Dict, List, Optional, Type
 
 from pydantic.fields import FieldInfo
 
-from raypod.cli import FlagParser, Joined
+from raypod.cli import Joined
 from raypod.errors import ConfigError
 from raypod.plan import flag_help
 from raypod.plan.config import Config, TaskOptions, fields
@@ -55,11 +55,12 @@ def check_options(task: str, options: Type[TaskOptions]) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser, schema: Schema = NO_SCHEMA) -> flag_help.Groups:
-    """Add `--config`, a flag for every key in its group, and `section.key=value`; return the groups.
+    """Add `--config`, a flag for every key in its group, `section.key=value` and the schema; return the groups.
 
     If the parser has no `--help`, add one that shows the most used flags or a group, and `--help-all`.
     """
     groups = flag_help.Groups(parser)
+    parser.set_defaults(schema=schema)
     sections = ", ".join(Config.model_fields)
     parser.add_argument("--config", metavar="FILE", help=f"YAML file with the sections {sections}")
     for section, key, field in fields(schema.options):
@@ -86,12 +87,6 @@ def add_flag(
     metavar = flag_help.metavar_of(key, field)
     action = _REPEATED.get(key, "store")
     return parser.add_argument(*names, dest=target, metavar=metavar, help=help_text, action=action)
-
-
-def parse_arguments(parser: FlagParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse flags and overrides in any order. ConfigError for an unknown flag, with the nearest known one."""
-    parser.check_flags(argv)
-    return parser.parse_intermixed_args(list(argv))
 
 
 def _is_boolean(field: FieldInfo) -> bool:

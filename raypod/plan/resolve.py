@@ -14,7 +14,7 @@ from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Ty
 import pydantic
 import yaml
 
-from raypod.cli import FlagParser, nearest, show, suggestion
+from raypod.cli import nearest, show, suggestion, value_of
 from raypod.errors import ConfigError
 from raypod.plan import ipu_config, shipped, stored_code
 from raypod.plan.config import (
@@ -59,17 +59,13 @@ def task_name(argv: Sequence[str]) -> str:
     Raises:
         ConfigError: the config file cannot be read.
     """
-    parser = FlagParser(prog="raypod", add_help=False)
-    for flag in ("--task", "--config", "--resume", "--run-dir"):
-        parser.add_argument(flag, nargs="?")
-    known, rest = parser.parse_known_args(list(argv))
-    overrides = [word.partition("=")[2] for word in rest if word.startswith(f"{TASK_NAME}=")]
-    named = known.task or next(iter(overrides), None)
-    source = known.config or _config_of_resumed(known.resume, known.run_dir)
+    named, config = value_of(argv, "--task", TASK_NAME) or None, value_of(argv, "--config", "--config")
+    resume, run_dir = value_of(argv, "--resume", "run.resume"), value_of(argv, "--run-dir", "run.run_dir")
+    source = config or _config_of_resumed(resume, run_dir)
     values = read_yaml(shipped.find(source, shipped.RECIPES)) if source else {}
     task = task_of_values(values)
     if source and named is None:
-        _check_stored({"task": {"name": task}}, Path(source), known.config is None)
+        _check_stored({"task": {"name": task}}, Path(source), config is None)
     return str(named or task)
 
 
@@ -78,12 +74,12 @@ def task_of_values(values: Mapping[str, Mapping[str, Any]]) -> str:
     return str(values.get("task", {}).get("name") or IMAGE_CLASSIFICATION)
 
 
-def resolve(args: argparse.Namespace, schema: Schema = NO_SCHEMA) -> Config:
+def resolve(args: argparse.Namespace) -> Config:
     """Return the config of parsed flags, without the defaults that follow from a cluster file."""
-    return from_values(*merge(args, schema), schema=schema)
+    return from_values(*merge(args), schema=args.schema)
 
 
-def merge(args: argparse.Namespace, schema: Schema = NO_SCHEMA) -> Tuple[Values, str]:
+def merge(args: argparse.Namespace) -> Tuple[Values, str]:
     """Return the values of the YAML file, replaced by those of the command line, and the file's name for messages.
 
     Flags and overrides have the same rank; a key given by both must have the same value. With `--resume` and without
@@ -92,7 +88,7 @@ def merge(args: argparse.Namespace, schema: Schema = NO_SCHEMA) -> Tuple[Values,
     Raises:
         ConfigError: an override or the file cannot be read, a key is unknown, or is given twice with two values.
     """
-    return combine(_given(args, schema), args.config, schema)
+    return combine(_given(args), args.config, args.schema)
 
 
 def combine(
@@ -170,10 +166,10 @@ def _is_of_run(folder: Path) -> bool:
     return is_run_folder(folder) or (folder / CHECKPOINTS).exists()
 
 
-def _given(args: argparse.Namespace, schema: Schema) -> Dict[str, Any]:
+def _given(args: argparse.Namespace) -> Dict[str, Any]:
     """Return the values of flags and overrides, by section.key."""
     given: Dict[str, Any] = {}
-    for section, key, _ in fields(schema.options):
+    for section, key, _ in fields(args.schema.options):
         value = getattr(args, f"{section}.{key}")
         if value is not None:
             given[f"{section}.{key}"] = value

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
@@ -41,9 +42,9 @@ class Target(NamedTuple):
     platforms: Sequence[str]
 
 
-def bundle(argv: Sequence[str]) -> int:
-    """Run the command. ConfigError if the request is wrong or pip fails; then the folder does not exist."""
-    parser = FlagParser(prog="raypod bundle", description=_DESCRIPTION)
+def parser() -> FlagParser:
+    """Return the parser of the command."""
+    parser = FlagParser(run, prog="raypod bundle", description=_DESCRIPTION)
     parser.add_argument("folder", metavar="FOLDER", help="the folder to write; it must not exist")
     parser.add_argument("requirements", metavar="REQUIREMENT", nargs="*", help="more to install, as PopTorch's wheel")
     parser.add_argument("--python", default=_VERSION, metavar="X.Y", help="Python of the hosts [that of this command]")
@@ -58,8 +59,11 @@ def bundle(argv: Sequence[str]) -> int:
         help="pip's constraints [in a checkout: the tested versions; else those installed here]",
     )
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="timeout of each download [3600]")
-    parser.check_flags(argv)
-    args = parser.parse_intermixed_args(list(argv))
+    return parser
+
+
+def run(args: Namespace) -> int:
+    """Run the command. ConfigError if the request is wrong or pip fails; then the folder does not exist."""
     folder = Path(args.folder)
     target = Target(_checked_version(args.python), args.platform or _platforms())
     if folder.exists():

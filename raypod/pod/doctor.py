@@ -38,21 +38,42 @@ _TOOLS = ("rsync", "gc-info", "gc-monitor", "vipu")
 _COLUMN_WIDTHS = (8, 15, 4)  # level, what, host
 
 
-def doctor(argv: Sequence[str]) -> int:
-    """Print the findings; return 2 if one of them prevents a run, else 0."""
+def parser(words: Sequence[str]) -> cli.FlagParser:
+    """Return the parser of a command line: that of a training, or with `--program` of a program."""
     description = "Check whether the pod is ready for a run with the same flags; with --program whether a program is."
-    parser = cli.FlagParser(prog="raypod doctor", add_help=False, description=description)
-    if any(word.partition("=")[0] == "--program" for word in argv):
-        _add_own_flags(parser)
+    is_of_program = any(word.partition("=")[0] == "--program" for word in words)
+    parser = cli.FlagParser(
+        _check_program if is_of_program else _check_hosts,
+        prog="raypod doctor",
+        add_help=False,
+        description=description,
+    )
+    if not is_of_program:
+        flags.add_flags(parser, schema_for(words))
+    parser.add_argument(
+        "--program",
+        metavar="COMMAND",
+        help="run a program for one call on the emulated SDK, as in --program 'python main.py', and list what an IPU "
+        "would refuse and what the emulation cannot know; only --json and --timeout apply",
+    )
+    parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help=f"timeout of the probe of each host [{_PROBE_TIMEOUT_S:g}], or of the program "
+        f"[{program_check.TIMEOUT_S:g}]",
+    )
+    if is_of_program:
         parser.add_argument("-h", "--help", action="help", help="print this and exit")
-        return _check_program(parser.parse_args(argv))
-    schema = schema_for(argv)
-    flags.add_flags(parser, schema)
-    _add_own_flags(parser)
-    args = flags.parse_arguments(parser, argv)
+    return parser
+
+
+def _check_hosts(args: argparse.Namespace) -> int:
+    """Print the findings; return 2 if one of them prevents a run, else 0."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # messages of hosts can contain what this locale cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
-    resolved = resolve.resolve(args, schema)
+    resolved = resolve.resolve(args)
     path = resolved.pod.cluster
     file = read_file(path) if path else None
     cluster = cluster_from(file, path or "") if file else LOCAL
@@ -76,23 +97,6 @@ def doctor(argv: Sequence[str]) -> int:
         names = [host.name for host in cluster.hosts]
         cli.show(render_findings(findings, names, cli.width_of(sys.stdout)))
     return 2 if any(each.level == TROUBLE for each in findings) else 0
-
-
-def _add_own_flags(parser: cli.FlagParser) -> None:
-    parser.add_argument(
-        "--program",
-        metavar="COMMAND",
-        help="run a program for one call on the emulated SDK, as in --program 'python main.py', and list what an IPU "
-        "would refuse and what the emulation cannot know; only --json and --timeout apply",
-    )
-    parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        metavar="S",
-        help=f"timeout of the probe of each host [{_PROBE_TIMEOUT_S:g}], or of the program "
-        f"[{program_check.TIMEOUT_S:g}]",
-    )
 
 
 def _check_program(args: argparse.Namespace) -> int:

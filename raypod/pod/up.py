@@ -15,10 +15,10 @@ import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Dict, List, Sequence
+from typing import Callable, Dict, List, Sequence
 
 from raypod.cli import FlagParser, show
-from raypod.errors import ClusterError, RunError
+from raypod.errors import ClusterError, ConfigError, RunError
 from raypod.fleet import ray_admission
 from raypod.fleet.ray_folder import private_tmpdir
 from raypod.host.private import make_private
@@ -43,9 +43,9 @@ _STOP_TIMEOUT_S = 60.0
 _SOURCE = "~/raypod/source/raypod"  # where the cluster files of this repository copy raypod
 
 
-def up(argv: Sequence[str]) -> int:
-    """Start Ray with token authentication on all hosts of a cluster file, and wait until all have joined."""
-    parser = _parser("up", "Start Ray on all hosts of a cluster file, and wait until all have joined.")
+def up_parser() -> FlagParser:
+    """Return the parser of `raypod up`."""
+    parser = _parser(_up, "up", "Start Ray on all hosts of a cluster file, and wait until all have joined.")
     parser.add_argument(
         "--wait-hosts", type=float, default=120.0, metavar="S", help="timeout for all hosts to join [120]"
     )
@@ -54,9 +54,13 @@ def up(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--stop-runs", action="store_true", help="stop active runs and launches first, trainings with a checkpoint"
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _up(args: Namespace) -> int:
+    """Start Ray with token authentication on all hosts of a cluster file, and wait until all have joined."""
     if args.no_restart and args.stop_runs:
-        parser.error("--no-restart ends no run: omit --stop-runs")
+        raise ConfigError("--no-restart ends no run: omit --stop-runs (raypod up --help lists all flags)")
     began_s = time.monotonic()
     file = _own_file(args.file)
     mistakes = [*file_checks.access_errors(file), *file_checks.key_errors(file), *file_checks.launch_errors(file)]
@@ -120,9 +124,13 @@ def _contains(folder: Path, path: Path) -> bool:
     return folder == path or folder in path.parents
 
 
-def down(argv: Sequence[str]) -> int:
+def down_parser() -> FlagParser:
+    """Return the parser of `raypod down`."""
+    return _parser(_down, "down", "Stop Ray on all hosts of a cluster file.")
+
+
+def _down(args: Namespace) -> int:
     """Stop a cluster on all hosts of its file, and nothing else."""
-    args = _parser("down", "Stop Ray on all hosts of a cluster file.").parse_args(argv)
     file = _own_file(args.file)
     raise_mistakes(args.file, file_checks.access_errors(file))
     cluster = cluster_from(file, args.file)
@@ -153,8 +161,8 @@ def down(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser(verb: str, description: str) -> FlagParser:
-    parser = FlagParser(prog=f"raypod {verb}", description=description)
+def _parser(run: Callable[[Namespace], int], verb: str, description: str) -> FlagParser:
+    parser = FlagParser(run, prog=f"raypod {verb}", description=description)
     parser.add_argument("file", metavar="FILE", help="the cluster file")
     return parser
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Dict, List, Sequence
 
@@ -16,13 +17,19 @@ from raypod.report.run_data import RunReader
 from raypod.storage import snapshots
 
 
-def report(argv: Sequence[str]) -> int:
-    """Write the report of one or more runs, and print its path."""
-    parser = FlagParser(prog="raypod report", description="Write one HTML page that shows runs, also unfinished ones.")
+def parser() -> FlagParser:
+    """Return the parser of the command."""
+    parser = FlagParser(
+        run, prog="raypod report", description="Write one HTML page that shows runs, also unfinished ones."
+    )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run folder or URL; several are drawn over each other")
     default = f"RUN/{REPORT} for one run, {REPORT} in the current folder for several or a URL"
     parser.add_argument("--output", metavar="FILE", help=f"the file [{default}]")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def run(args: Namespace) -> int:
+    """Write the report of one or more runs, and print its path."""
     readers = read_runs(args.runs, observe=True)
     is_copy = snapshots.is_copy(readers[0].folder)
     target = readers[0].folder / REPORT if len(readers) == 1 and not is_copy else Path(REPORT)

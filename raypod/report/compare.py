@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any, Dict, List, Sequence
 
 from raypod.cli import FlagParser, format_table, show
@@ -12,15 +13,21 @@ from raypod.report.results import differing_settings
 _NOTHING = "-"
 
 
-def compare(argv: Sequence[str]) -> int:
-    """Print the comparison of several runs."""
+def parser() -> FlagParser:
+    """Return the parser of the command."""
     parser = FlagParser(
+        run,
         prog="raypod compare",
         description="Print a table of the settings that differ between runs, and of the best and last values of "
         "their metrics.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run folder or URL")
-    runs = [reader.data() for reader in read_runs(parser.parse_args(argv).runs, "compare")]
+    return parser
+
+
+def run(args: Namespace) -> int:
+    """Print the comparison of several runs."""
+    runs = [reader.data() for reader in read_runs(args.runs, "compare")]
     if len(runs) < 2:
         raise ConfigError("compare needs at least two different runs: raypod compare RUN RUN...")
     show("\n".join(format_table(_rows(runs))))

@@ -6,12 +6,11 @@ import argparse
 import csv
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from raypod.cli import FlagParser, counted, format_table, show
 from raypod.errors import ConfigError, as_utf8
 from raypod.host.files import replace_file, strict_json
-from raypod.plan.flags import parse_arguments
 from raypod.plan.plan import Plan
 from raypod.record.predictions import check_format
 from raypod.trained import checkpoints, settings
@@ -21,15 +20,20 @@ _CHECKPOINT = (
 )
 
 
-def evaluate(argv: Sequence[str]) -> int:
-    """Evaluate a checkpoint of a run."""
-    parser = _parser("evaluate", "Evaluate a checkpoint of a run on its test split, or on another data set.")
+def evaluate_parser() -> FlagParser:
+    """Return the parser of `raypod evaluate`."""
+    parser = _parser(_evaluate, "evaluate", "Evaluate a checkpoint of a run on its test split, or on another data set.")
     _add_checkpoint(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--output", metavar="FILE", help="also write the result to this JSON file")
     what = "also write the predictions for each sample: Parquet if FILE is named so, which needs pyarrow, else CSV"
     parser.add_argument("--predictions", metavar="FILE", help=what)
-    args = _parsed(parser, argv, settings.EVALUATION)
+    settings.add_flags(parser, settings.EVALUATION)
+    return parser
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    """Evaluate a checkpoint of a run."""
     from raypod.trained.evaluate import evaluate_run  # as below: the command line is parsed without torch
 
     if args.output:
@@ -45,9 +49,11 @@ def evaluate(argv: Sequence[str]) -> int:
     return 0
 
 
-def export(argv: Sequence[str]) -> int:
-    """Export the model of a checkpoint."""
-    parser = _parser("export", "Write the model of a checkpoint to a file, and compare its outputs with the network's.")
+def export_parser() -> FlagParser:
+    """Return the parser of `raypod export`."""
+    parser = _parser(
+        _export, "export", "Write the model of a checkpoint to a file, and compare its outputs with the network's."
+    )
     kinds = "{safetensors,torchscript,onnx,hf}"
     parser.add_argument(
         "--format", required=True, metavar=kinds, help="the format of the file; hf: a folder of transformers"
@@ -59,7 +65,12 @@ def export(argv: Sequence[str]) -> int:
     tolerance = "largest difference of an output, relative to the largest output; above 0 [1e-4]"
     parser.add_argument("--tolerance", type=float, default=1e-4, help=tolerance)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    args = _parsed(parser, argv, settings.DATA)
+    settings.add_flags(parser, settings.DATA)
+    return parser
+
+
+def _export(args: argparse.Namespace) -> int:
+    """Export the model of a checkpoint."""
     from raypod.trained.export import export_run
 
     opened = _opened(args, settings.DATA)
@@ -77,13 +88,18 @@ def export(argv: Sequence[str]) -> int:
     return 0
 
 
-def average(argv: Sequence[str]) -> int:
-    """Average the weights of the newest checkpoints of a run."""
-    parser = _parser("average", "Average the weights of the newest checkpoints, and evaluate the average.")
+def average_parser() -> FlagParser:
+    """Return the parser of `raypod average`."""
+    parser = _parser(_average, "average", "Average the weights of the newest checkpoints, and evaluate the average.")
     parser.add_argument("--last", type=int, default=3, metavar="N", help="number of checkpoints, at least 1 [3]")
     parser.add_argument("--output", metavar="FILE", help="safetensors file [average-N.safetensors in the run folder]")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    args = _parsed(parser, argv, settings.EVALUATION)
+    settings.add_flags(parser, settings.EVALUATION)
+    return parser
+
+
+def _average(args: argparse.Namespace) -> int:
+    """Average the weights of the newest checkpoints of a run."""
     from raypod.trained.average import average_run
 
     run = checkpoints.open_run(args.run, args.trust)
@@ -99,9 +115,11 @@ def average(argv: Sequence[str]) -> int:
     return 0
 
 
-def predict(argv: Sequence[str]) -> int:
-    """Print the predictions of a run's model."""
-    parser = _parser("predict", "Print the predictions of a run's model for images, or its continuation of a text.")
+def predict_parser() -> FlagParser:
+    """Return the parser of `raypod predict`."""
+    parser = _parser(
+        _predict, "predict", "Print the predictions of a run's model for images, or its continuation of a text."
+    )
     images = "image files (PNG, JPEG), and folders of images"
     parser.add_argument("inputs", nargs="*", default=(), metavar="IMAGE", help=images)
     _add_checkpoint(parser)
@@ -114,7 +132,12 @@ def predict(argv: Sequence[str]) -> int:
     temperature = "with --prompt: divides the logits; 0 chooses the most probable token [1]"
     parser.add_argument("--temperature", type=float, help=temperature)
     parser.add_argument("--seed", type=int, help="with --prompt: seed of the random numbers [0]")
-    args = _parsed(parser, argv, settings.DATA, overrides=False)
+    settings.add_flags(parser, settings.DATA, overrides=False)
+    return parser
+
+
+def _predict(args: argparse.Namespace) -> int:
+    """Print the predictions of a run's model."""
     if bool(args.inputs) == (args.prompt is not None):
         raise ConfigError("name images, as in `raypod predict RUN image.png`, or give --prompt TEXT; one of the two")
     _check_used(args)
@@ -181,8 +204,8 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"--output {path}: {error.strerror}") from None
 
 
-def _parser(verb: str, description: str) -> FlagParser:
-    parser = FlagParser(prog=f"raypod {verb}", description=description)
+def _parser(run: Callable[[argparse.Namespace], int], verb: str, description: str) -> FlagParser:
+    parser = FlagParser(run, prog=f"raypod {verb}", description=description)
     parser.add_argument("run", metavar="RUN", help="run folder, a checkpoint in it, or the URL of one of them")
     trust = "import this module:function of a run that you have not written on this host; can be repeated"
     parser.add_argument("--trust", action="append", default=[], metavar="NAME", help=trust)
@@ -203,11 +226,3 @@ def _opened(
     run = checkpoints.open_run(args.run, args.trust)
     changes = settings.given(args, names)
     return run, checkpoints.load(run, args.checkpoint, args.ema), changes
-
-
-def _parsed(
-    parser: FlagParser, argv: Sequence[str], names: Sequence[str], overrides: bool = True
-) -> argparse.Namespace:
-    """Parse a command line whose flags include those of the keys `names`."""
-    settings.add_flags(parser, names, overrides)
-    return parse_arguments(parser, argv)

@@ -81,7 +81,7 @@ class TurboJPEG:
 }
 # `raypod compile` without the estimate of the memory, which takes most of its time.
 _COMPILE = "import sys; from raypod.commands import compile; compile._print_estimate = lambda *_: 0"
-_COMPILE += "; sys.exit(compile.main(sys.argv[1:]))"
+_COMPILE += "; sys.exit(compile.run(compile.parser(sys.argv[1:]).parse_args(sys.argv[1:])))"
 _WIDTH = 70
 
 

@@ -9,7 +9,7 @@ from typing import Any, List
 import poptorch
 import pytest
 
-from raypod.commands import compile as command
+from raypod.commands.table import COMMANDS
 from raypod.host import sdk
 
 FLAGS = ["--dataset", "synthetic", "--model", "tiny", "--samples", "64", "--batch-size", "2"]
@@ -25,7 +25,7 @@ def test_training_and_evaluation_are_compiled_without_a_device(
         return options.connectionType(poptorch.ConnectionType.Never)
 
     monkeypatch.setattr(poptorch.Options, "useOfflineIpuTarget", offline)
-    assert command.main([*FLAGS, "--device", "emulated", "--replicas", "4", "--num-instances", "2"]) == 0
+    assert COMMANDS["compile"].run([*FLAGS, "--device", "emulated", "--replicas", "4", "--num-instances", "2"]) == 0
     assert types == [(2, 2)] * 2
     text = capsys.readouterr().out
     assert "training compiled in " in text
@@ -44,16 +44,16 @@ def test_on_a_host_with_the_sdk_another_process_prints_the_estimate(
     monkeypatch.setattr(sdk, "select_offline", lambda: installed)
     codes = [0, 2]
 
-    def run(words: List[str], check: bool, timeout: float) -> Any:
+    def start(words: List[str], check: bool, timeout: float) -> Any:
         started.append(words)
         return subprocess.CompletedProcess(words, codes.pop(0))
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", start)
     monkeypatch.setattr(poptorch.Options, "enableExecutableCaching", lambda options, path: paths.append(path))
     cache = str(tmp_path / "cache")
-    assert command.main([*FLAGS, "--executable-cache-path", cache]) == 0
+    assert COMMANDS["compile"].run([*FLAGS, "--executable-cache-path", cache]) == 0
     assert [words[1:5] for words in started] == [["-m", "raypod", "plan", "--memory"]]
     assert set(paths) == {cache}
     assert capsys.readouterr().out.rstrip().endswith(f"Executables are kept in {cache}")
-    assert command.main([*FLAGS, "--executable-cache-path", cache]) == 2  # as the plan, which says why
+    assert COMMANDS["compile"].run([*FLAGS, "--executable-cache-path", cache]) == 2  # as the plan, which says why
     assert "compiled in " not in capsys.readouterr().out

@@ -81,7 +81,7 @@ def test_values_without_a_meaning_are_errors(section: str, key: str, value: obje
 def parse(*argv: str) -> config.Config:
     parser = cli.FlagParser(prog="test")
     flags.add_flags(parser)
-    return resolve.resolve(flags.parse_arguments(parser, argv))
+    return resolve.resolve(parser.parse_args(argv))
 
 
 def test_flags_override_yaml_and_yaml_overrides_defaults(tmp_path: Path) -> None:

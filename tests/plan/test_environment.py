@@ -93,5 +93,5 @@ def test_torchvision_is_imported_after_another_sitecustomize(make: Any, tmp_path
 def test_strict_mode_is_a_variable_of_the_emulated_sdk(make: Any, given: List[str], expected: Optional[str]) -> None:
     parser = FlagParser()
     flags.add_flags(parser)
-    plan = make(run={"strict": resolve.resolve(flags.parse_arguments(parser, given)).run.strict})
+    plan = make(run={"strict": resolve.resolve(parser.parse_args(given)).run.strict})
     assert instance_environment(plan, plan.placement.instances[1]).get("EMULATED_POD_STRICT") == expected

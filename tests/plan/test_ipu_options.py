@@ -58,7 +58,7 @@ def test_options_by_their_own_names_are_pairs_and_flags_can_be_repeated() -> Non
         "--popart-pattern",
         "TiedGather=true",
     ]
-    found = resolve(flags.parse_arguments(parser, words)).ipu
+    found = resolve(parser.parse_args(words)).ipu
     assert found.popart == {"a": 1, "b": ["x", "y"]}
     assert (found.engine_options, found.popart_patterns) == ({"k": "l=m"}, {"TiedGather": True})
     assert from_values({"ipu": {"popart": found.popart}}).ipu.popart == found.popart

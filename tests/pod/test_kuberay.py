@@ -77,7 +77,7 @@ def test_the_job_fits_its_cluster_which_is_that_of_the_manifest() -> None:
     assert training[:4] == ["exec", "python", "-m", "raypod.train"]
     parser = FlagParser()
     flags.add_flags(parser)
-    values, _ = resolve.merge(flags.parse_arguments(parser, training[4:]))
+    values, _ = resolve.merge(parser.parse_args(training[4:]))
     config = resolve.from_values(values, "the entrypoint")
     assert config.pod.cluster == prepare[prepare.index("--output") + 1]
     assert config.run.preemption_grace_s is not None

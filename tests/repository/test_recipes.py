@@ -13,6 +13,7 @@ from raypod.plan.plan import Plan
 from raypod.plan.stages import ipus_of
 from raypod.plan.tables import render
 from raypod.planning import plan_of
+from raypod.train import parser
 from tests.support import ROOT
 
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -25,7 +26,7 @@ def pods(recipe: Path) -> List[str]:
 
 def planned(recipe: Path, pod: str) -> Plan:
     flags = ["--config", str(recipe), "--cluster", str(ROOT / "cluster" / f"{pod}.yaml"), "--dry-run"]
-    return plan_of(flags, "raypod train", ["--dry-run"])[0]
+    return plan_of(parser(flags).parse_args(flags))
 
 
 NAMED = [(recipe, pod) for recipe in RECIPES for pod in pods(recipe)]

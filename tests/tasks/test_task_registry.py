@@ -11,6 +11,7 @@ import torch
 
 from raypod import planning, train
 from raypod.datasets.samples import SampleSource
+from raypod.plan.plan import Plan
 from raypod.tasks import registry
 
 MODULE = """
@@ -126,11 +127,15 @@ def run(task: str, *flags: str) -> int:
     return train.main(["--task", task if ":" in task else f"registered_tasks:{task}", *FLAGS, *flags])
 
 
+def plan_of(*words: str) -> Plan:
+    return planning.plan_of(train.parser(words).parse_args([*words, "--dry-run"]))
+
+
 def test_options_are_flags_keys_and_defaults(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("task: {name: 'registered_tasks:Task', width: 3}\n")
-    plan, _ = planning.plan_of(["--config", "c.yaml", *FLAGS], "test", ["--json"])
+    plan = plan_of("--config", "c.yaml", *FLAGS)
     assert (plan.config.task.options, plan.config.training.batch_size) == ({"width": 3}, 2)
-    plan, _ = planning.plan_of(["task.name=registered_tasks:Task", "task.width=5", *FLAGS], "test", ["--json"])
+    plan = plan_of("task.name=registered_tasks:Task", "task.width=5", *FLAGS)
     assert plan.config.task.options == {"width": 5}
     assert [metric.name for metric in plan.task.metrics] == ["loss", "size"]
     assert registry.schema_of(plan.config.task.name).options.model_fields["width"].default == 4
@@ -139,7 +144,7 @@ def test_options_are_flags_keys_and_defaults(tmp_path: Path) -> None:
 def test_a_task_can_show_its_loss_in_its_own_way_and_help_lists_its_options(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plan, _ = planning.plan_of(["--task", "registered_tasks:Percent", *FLAGS], "test", ["--json"])
+    plan = plan_of("--task", "registered_tasks:Percent", *FLAGS)
     assert [(metric.name, metric.scale) for metric in plan.task.metrics] == [("loss", 100.0), ("size", 1.0)]
     with pytest.raises(SystemExit):
         train.main(["--task", "registered_tasks:Task", "--help"])
@@ -248,5 +253,5 @@ def test_a_wrong_name_of_a_tensor_names_the_right_ones(capsys: pytest.CaptureFix
 
 
 def test_a_sample_that_cannot_be_read_is_no_reason_not_to_plan() -> None:
-    plan, _ = planning.plan_of(["--task", "registered_tasks:Skips", *FLAGS], "test", ["--json"])
+    plan = plan_of("--task", "registered_tasks:Skips", *FLAGS)
     assert plan.dataset_size.train_samples == 64
