@@ -67,9 +67,12 @@ SDK_USERS = {
     "instance/instance",
     "instance/compilation",
     "instance/collectives",
-    "host/sdk",
+    "host/emulated",
 }
 SDK_USERS |= {"tasks/image_classification"}
+SDK_MODULES = {"poptorch", "popdist", "popdist.poptorch", "horovod.torch"}
+# Its package, its folder, one of its settings, or a module below the public ones.
+SDK_INTERNALS = re.compile(r"^_pod\b|(^|/)emulated_sdk(/|$)|^EMULATED_POD_\w+$|^(poptorch|popdist|popart)(\.\w+)+$")
 RAY_USERS = ["fleet/ray*", "fleet/gcs", "launcher/ray_hosts", "api/ray_tune"]
 IDS = [file.relative_to(PACKAGE).with_suffix("").as_posix() for file in MODULES]
 
@@ -130,6 +133,20 @@ def test_ray_the_sdk_and_devices_are_distinguished_only_in_their_places() -> Non
 def test_the_emulated_sdk_imports_nothing_of_raypod() -> None:
     sdk = [file for file in FILES if "emulated_sdk" in file.relative_to(PACKAGE).parts]
     assert not {file.name for file in sdk if any(name.split(".")[0] == "raypod" for name in imported(file))}
+
+
+def test_the_emulated_sdk_is_used_through_its_doors() -> None:
+    """The three modules that `host/emulated.py` imports, and what the real PopTorch, PopDist and Horovod have, too."""
+    for file, name in zip(MODULES, IDS):
+        of_sdk = {each for each in imported(file) if each.split(".")[0] in SDK}
+        doors = {f"_pod.{door}" for door in ("activation", "rendezvous", "telemetry")}
+        assert of_sdk <= SDK_MODULES | (doors if name == "host/emulated" else set()), name
+        tree = ast.parse(file.read_text())
+        texts = {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        reached = {each for each in texts if SDK_INTERNALS.search(each)}
+        assert reached <= ({"_pod", "emulated_sdk"} if name == "host/emulated" else set()), name
 
 
 def test_every_module_states_its_duty_and_stays_short() -> None:

@@ -16,8 +16,7 @@ import os
 from pathlib import Path
 from typing import Iterator, Tuple
 
-from _pod.rendezvous import timeout_s
-from _pod.store_protocol import PeerFailed
+from _pod.rendezvous import PeerFailed, timeout_s
 
 from poptorch.device import interpreter_lock
 from poptorch.errors import Error, RecoverableError, UnrecoverableError

@@ -13,9 +13,13 @@ import ctypes
 import os
 import time
 
+from _pod.activation import CALL_S as CALL
+from _pod.activation import LOAD_S as LOAD
+
 from poptorch.errors import Error
 
-CALL, LOAD = "EMULATED_POD_CALL_S", "EMULATED_POD_LOAD_S"
+__all__ = ["CALL", "LOAD", "hold", "hold_for"]
+
 _MICROSECONDS = 1_000_000
 _C = ctypes.PyDLL(None)  # its functions run without releasing the lock
 

@@ -7,11 +7,12 @@ import time
 from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+from _pod.telemetry import is_inspection
 
 from poptorch.custom_operators.exchange import ReplicaExchange
 from poptorch.device import convolution, memory_format
 from poptorch.device.arguments import Arguments, BatchLayout, synthetic_inputs
-from poptorch.device.compilation import Trace, TraceSettings, is_inspection, trace
+from poptorch.device.compilation import Trace, TraceSettings, trace
 from poptorch.device.memory import DeviceMemory
 from poptorch.device.memory_estimate import IpuMemory, Stages, Usage, check_memory, estimate_memory, merged
 from poptorch.device.numerics import rounds_stochastically

@@ -14,7 +14,7 @@ from typing import Any, Callable, Deque, Dict, FrozenSet, List, Optional, Tuple
 
 import numpy as np
 import torch
-from _pod import spans
+from _pod import telemetry
 from _pod.gradient_sum import GradientSum, Placement
 
 from poptorch import moving_averages
@@ -198,7 +198,7 @@ class WeightUpdate(NoUpdate):
     def _reduce(self, gradient_sum: GradientSum, is_last: bool) -> List[float]:
         """Set the sums as gradients of replica 0, whose parameters the optimizer updates; return `_counts` of all."""
         with torch.no_grad():
-            with spans.measured("sum the gradients", "reduction"):
+            with telemetry.span("sum the gradients", "reduction"):
                 *sums, replicas, changed = gradient_sum(
                     [
                         [

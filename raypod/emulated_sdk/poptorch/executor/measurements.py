@@ -9,7 +9,7 @@ import torch
 
 from poptorch.device import device_fault
 from poptorch.device.arguments import CompiledInputs
-from poptorch.device.memory_estimate import IpuMemory, Stages
+from poptorch.device.memory_estimate import IpuMemory, Stages, check_memory
 from poptorch.device.program import MicroBatchTimes, Program
 from poptorch.errors import Error
 from poptorch.options import Options
@@ -159,6 +159,7 @@ class Measurements:
         replicas: Optional[int] = None,
         stages: Optional[Stages] = None,
         is_pipelined: bool = True,
+        is_checked: bool = False,
     ) -> Tuple[IpuMemory, ...]:
         """Return an estimate of the memory of each IPU of a replica. Only the emulation has this method.
 
@@ -167,5 +168,9 @@ class Measurements:
             replicas: the replicas of this process, which share sharded tensors; default: those of the options.
             stages: the IPU of each stage, and the compiled stages that it consists of; default: the compiled ones.
             is_pipelined: whether such `stages` are a pipeline, else they are sharded.
+            is_checked: warn of an IPU whose memory does not suffice; in strict mode raise Error.
         """
-        return self._compiled().estimated_memory(micro_batch_factor, replicas, stages, is_pipelined)
+        memory = self._compiled().estimated_memory(micro_batch_factor, replicas, stages, is_pipelined)
+        if is_checked:
+            check_memory(memory)
+        return memory
