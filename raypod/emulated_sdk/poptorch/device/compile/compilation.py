@@ -8,12 +8,12 @@ from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Se
 import torch
 from _pod.telemetry import is_inspection
 
-from poptorch.device.arguments import Arguments
-from poptorch.device.half import HalfMode
-from poptorch.device.memory import ReplicaMemory
-from poptorch.device.numerics import DrawKernelDetector, detect_random
-from poptorch.device.operator_check import NeedsGradients, OperatorCheck, needs_gradients
-from poptorch.device.outputs import AnchorRecorder
+from poptorch.device.compile.anchors import AnchorRecorder
+from poptorch.device.compile.arguments import Arguments
+from poptorch.device.compile.memory import ReplicaMemory
+from poptorch.device.compile.operator_check import NeedsGradients, OperatorCheck, needs_gradients
+from poptorch.device.kernels.half import HalfMode
+from poptorch.device.kernels.numerics import DrawKernelDetector, detect_random
 from poptorch.device_mode import API_DTYPE, DeviceMode, to_device
 from poptorch.enums import OverlapMode
 from poptorch.errors import Error

@@ -14,7 +14,7 @@ from typing import Callable, Dict, FrozenSet, Mapping, Tuple, TypeVar
 import torch
 from _pod.activation import MEMORY_FORMAT as VARIABLE
 
-from poptorch.device.compilation import Trace
+from poptorch.device.compile.compilation import Trace
 from poptorch.errors import Error
 
 AUTO, CONTIGUOUS, CHANNELS_LAST = "auto", "contiguous", "channels_last"
