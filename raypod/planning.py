@@ -14,13 +14,13 @@ from raypod.cli import FlagParser, value_of, width_of
 from raypod.errors import ConfigError, UserError, as_utf8
 from raypod.fleet.choice import with_fleet
 from raypod.host import sdk
+from raypod.host.emulated import activation
 from raypod.host.lease_file import EXPIRES_AFTER_S
 from raypod.host.process import environment_variables
 from raypod.plan import flags, learning_rate, resolve, tables
 from raypod.plan.cluster import LOCAL, read_cluster
 from raypod.plan.compatibility import check_copies
 from raypod.plan.config import Config
-from raypod.plan.environment import strict_environment
 from raypod.plan.plan import Plan, make_plan, with_splits
 from raypod.plan.profile_window import window_of
 from raypod.plan.urls import check_words, is_url
@@ -177,8 +177,8 @@ def _check_utf8(plan: Plan) -> None:
 
 def needs_model(plan: Plan) -> bool:
     """Return whether a plan cannot be shown without its model: for the pipeline, or to check it in strict mode."""
-    with environment_variables(strict_environment(plan.config.run.strict)):
-        return plan.geometry.ipus_per_replica > 1 or sdk.is_strict()
+    with environment_variables(activation.settings(strict=plan.config.run.strict)):
+        return plan.geometry.ipus_per_replica > 1 or activation.is_strict()
 
 
 def render_without_model(plan: Plan, is_verbose: bool = False) -> str:
@@ -241,10 +241,10 @@ def _inspected(plan: Plan, inspect: Callable[[Plan, Any], Any]) -> Any:
 
     In strict mode that is an error, too: the run would end with it.
     """
-    with environment_variables(strict_environment(plan.config.run.strict)):
+    with environment_variables(activation.settings(strict=plan.config.run.strict)):
         try:
             return inspect(plan, task_of_plan(plan))
         except (UserError, ImportError) as error:  # the other numbers of a plan need no torch
-            if plan.geometry.ipus_per_replica > 1 or sdk.is_strict():
+            if plan.geometry.ipus_per_replica > 1 or activation.is_strict():
                 raise
             return str(error)

@@ -20,8 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "raypod" / "emulated_sdk")]
 
 import torch  # noqa: E402
-from poptorch.device import convolution  # noqa: E402
-from poptorch.device.gradient_accumulation import Accumulating  # noqa: E402
+from poptorch.device.kernels import Accumulating, convolution  # noqa: E402
 from torch import nn  # noqa: E402
 
 from raypod.host.process import keep_freed_memory  # noqa: E402

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from raypod.checkpoint import tensors
 from raypod.host import sdk, torchvision_import
+from raypod.host.emulated import rendezvous as door
 from raypod.instance import collectives
 from raypod.instance.seeding import SeedingPeer, new_seeding
 from raypod.plan.environment import horovod_identity
@@ -47,7 +48,7 @@ def join(rank: int, hosts: List[str], folder: Path) -> Any:
     sdk.select("emulated")
     note, rendezvous = folder / "rendezvous.json", None
     if rank == 0:
-        rendezvous = collectives.Rendezvous(hosts[0])
+        rendezvous = door.serve(hosts[0], 0)
         partial = folder / "partial"
         partial.write_text(json.dumps(rendezvous.environment))
         partial.replace(note)
@@ -64,9 +65,9 @@ def join(rank: int, hosts: List[str], folder: Path) -> Any:
     import horovod.torch as hvd
 
     hvd.init()
-    import _pod.rendezvous
+    import _pod.store
 
-    store, _ = _pod.rendezvous.client(len(hosts))
+    store, _ = _pod.store.client(len(hosts))
     dist.init_process_group("gloo", store=dist.PrefixStore("bench", store), rank=rank, world_size=len(hosts))
     return rendezvous, proxy, store
 

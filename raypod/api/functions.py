@@ -14,9 +14,9 @@ from raypod.cli import nearest, show
 from raypod.errors import ConfigError, summarize_exception
 from raypod.fleet.ray_functions import RayFunctions
 from raypod.host import sdk
+from raypod.host.emulated import activation
 from raypod.instance.function_process import STDOUT, Setup, pack
 from raypod.plan.cluster import LOCAL, read_cluster
-from raypod.plan.environment import strict_environment
 from raypod.plan.placement import Placement, Sizes, place
 
 _COLLECTIVES = ("auto", "horovod", "gloo")
@@ -82,9 +82,8 @@ def run(  # noqa: PLR0913 - the arguments are keywords
     for name, seconds in (("start_timeout_s", start_timeout_s), ("timeout_s", timeout_s)):
         if seconds is not None and not seconds > 0:
             raise ConfigError(f"{name} = {seconds!r}: must be greater than 0")
-    variables = {**strict_environment(strict), **(environment or {})}
-    if collectives == "gloo":
-        variables["EMULATED_POD_HOROVOD"] = "emulated"
+    own = activation.settings(strict=strict)
+    variables = {**own, **(environment or {}), **activation.settings(emulated_horovod=collectives == "gloo")}
     setup = Setup(placement, device, collectives, _working_folder(), tuple(sys.path), variables)
     lines = _Lines()
     functions = RayFunctions(setup, path, start_timeout_s, lines.add)

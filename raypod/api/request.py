@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Dict, Iterator, Mapping, Optional, Type, 
 from raypod import planning
 from raypod.cli import nearest
 from raypod.errors import ConfigError
-from raypod.host import sdk
+from raypod.host.emulated import activation
 from raypod.plan import resolve
 from raypod.plan.config import Config, fields
 from raypod.plan.flags import ALIASES
@@ -64,7 +64,7 @@ def process_kept() -> Iterator[None]:
     finally:
         for name in _SET_BY_RAY - variables:
             os.environ.pop(name, None)
-        added = {sdk.EMULATED_SDK, str(Path.cwd())} - set(before)
+        added = {activation.FOLDER, str(Path.cwd())} - set(before)
         sys.path[:] = [entry for entry in sys.path if entry not in added]
 
 

@@ -12,7 +12,7 @@ from raypod.cli import FlagParser, show, tell
 from raypod.errors import ConfigError, WaitTimedOut
 from raypod.host import sdk, torchvision_import
 from raypod.host.process import environment_variables
-from raypod.plan.environment import instance_environment
+from raypod.instance.environment import instance_environment
 from raypod.plan.plan import Plan
 
 

@@ -18,8 +18,8 @@ from raypod.host import sdk, torchvision_import
 from raypod.host.files import make_folder, open_to_append
 from raypod.host.spans import recorder
 from raypod.instance import collectives
+from raypod.instance.environment import instance_environment
 from raypod.plan import user_code
-from raypod.plan.environment import instance_environment
 from raypod.plan.plan import Leg, Plan
 
 if TYPE_CHECKING:

@@ -11,17 +11,12 @@ import dataclasses
 import faulthandler
 import importlib
 import importlib.machinery
-import os
 import signal
 import sys
-from pathlib import Path
-from typing import Iterator, List, Optional, Tuple
+from typing import Iterator, Optional, Tuple
 
 from raypod.errors import SdkError
-
-EMULATED_SDK = str(Path(__file__).resolve().parent.parent / "emulated_sdk")
-
-_HOLDS_LOCK = ("EMULATED_POD_CALL_S", "EMULATED_POD_LOAD_S")  # the emulated SDK holds the interpreter lock as IPUs do
+from raypod.host.emulated import activation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +26,6 @@ class Sdk:
     device: str  # "ipu" or "emulated"
     line: str  # describes the SDK, for logs
 
-    def peer_wait_s(self) -> Optional[float]:
-        """Return the seconds that this process has waited for other instances; None if this SDK does not measure it."""
-        module = sys.modules.get("_pod.peer_wait")
-        return None if self.has_ipus or module is None else float(module.total_s())
-
-    def record_spans(self, listener: object) -> None:
-        """Let `listener` (`_pod.spans.Listener`) record waits and reductions; the Poplar SDK does not report them."""
-        if not self.has_ipus:
-            importlib.import_module("_pod.spans").listen(listener)
-
     @property
     def has_ipus(self) -> bool:
         """Whether this is the real SDK, which needs partitions and IPUs."""
@@ -49,7 +34,7 @@ class Sdk:
     @property
     def holds_interpreter_lock(self) -> bool:
         """Whether no thread of this process runs while the SDK executes a call or loads a program."""
-        return self.has_ipus or any(os.environ.get(name, "0") not in ("", "0") for name in _HOLDS_LOCK)
+        return self.has_ipus or activation.holds_interpreter_lock()
 
 
 def may_hold_interpreter_lock(device: str) -> bool:
@@ -72,7 +57,7 @@ def select(device: str) -> Sdk:
     version, has_ipus = _import_real()
     if has_ipus:
         # The emulated Horovod is the fallback for hosts without one: last in the path, an installed one has priority.
-        sys.path.append(EMULATED_SDK)
+        activation.activate(is_fallback=True)
         return Sdk("ipu", f"Poplar SDK (poptorch {version}){_without_effect()}{without_horovod()}")
     if device == "ipu":
         raise SdkError("--device ipu: poptorch is installed but finds no IPU here; configure a partition")
@@ -88,7 +73,7 @@ def select_offline() -> Sdk:
     """
     _remove_from_path()
     version, _ = _import_real()
-    sys.path.append(EMULATED_SDK)  # as `select`
+    activation.activate(is_fallback=True)  # as `select`
     return Sdk("ipu", f"Poplar SDK (poptorch {version}), without a device")
 
 
@@ -105,7 +90,7 @@ def sdk_for_programs(device: str) -> Tuple[Sdk, Tuple[str, ...]]:
     installed = _find_real("poptorch") is not None
     if device == "emulated" or not (installed or device == "ipu"):
         reason = "requested" if device == "emulated" else "no poptorch here"
-        return Sdk("emulated", f"emulated SDK on CPU ({reason})"), (EMULATED_SDK,)
+        return Sdk("emulated", f"emulated SDK on CPU ({reason})"), (activation.FOLDER,)
     if not installed:
         raise SdkError("--device ipu: no poptorch is installed here; source the SDK's enable scripts")
     return Sdk("ipu", f"Poplar SDK{without_horovod()}"), ()
@@ -131,27 +116,16 @@ def importable(device: str) -> Iterator[None]:
         sys.path[:] = before
 
 
-def is_strict() -> bool:
-    """Return whether the environment enables the emulated SDK's strict mode, by its rule, without importing it."""
-    return os.environ.get("EMULATED_POD_STRICT", "0") not in ("", "0")
-
-
 def _without_effect() -> str:
     """Return the words for the requested settings of the emulated SDK, which the real one does not have."""
-    flags = ["--strict"] if is_strict() else []
-    if os.environ.get("EMULATED_POD_MEMORY_FORMAT", "auto") not in ("", "auto"):
+    flags = ["--strict"] if activation.is_strict() else []
+    if activation.requests_memory_format():
         flags.append("--memory-format")
     return f", on which {' and '.join(flags)} ha{'s' if len(flags) == 1 else 've'} no effect" if flags else ""
 
 
-def make_store_importable() -> None:
-    """Make the rendezvous store of the emulated SDK importable, in a process that needs no SDK and no torch."""
-    if EMULATED_SDK not in sys.path:
-        sys.path.append(EMULATED_SDK)
-
-
 def _use_emulated(reason: str) -> Sdk:
-    sys.path.insert(0, EMULATED_SDK)
+    activation.activate()
     return Sdk("emulated", f"emulated SDK on CPU ({reason})")
 
 
@@ -179,15 +153,11 @@ def _handlers_kept() -> Iterator[None]:
 
 
 def _find_real(name: str) -> Optional[importlib.machinery.ModuleSpec]:
-    return importlib.machinery.PathFinder.find_spec(name, _path_without_emulated())
-
-
-def _path_without_emulated() -> List[str]:
-    return [entry for entry in sys.path if entry != EMULATED_SDK]
+    return importlib.machinery.PathFinder.find_spec(name, activation.path_without())
 
 
 def _remove_from_path() -> None:
-    sys.path[:] = _path_without_emulated()
+    sys.path[:] = activation.path_without()
 
 
 def _remove_modules() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from raypod.host import cores
+from raypod.host.emulated import activation
 from raypod.host.process import bind_process
 from raypod.plan.placement import InstanceSpec, Placement
 
@@ -22,6 +23,7 @@ def take_cores(placement: Placement, spec: InstanceSpec) -> None:
     if placement.cluster.numa:
         if mine != found:
             bind_process(cores.cpus_of(mine))
-        os.environ["EMULATED_POD_REPLICA_CPUS"] = ";".join(",".join(map(str, each)) for each in cpus)
+        os.environ.update(activation.settings(replica_cpus=cpus))
     else:
-        os.environ.setdefault("EMULATED_POD_REPLICAS_AT_A_TIME", str(len(cpus)))
+        for name, value in activation.settings(replicas_at_a_time=len(cpus)).items():
+            os.environ.setdefault(name, value)

@@ -10,17 +10,15 @@ import importlib.util
 import re
 import sys
 import threading
-from typing import Any, Dict, Optional
+from typing import Dict, Optional, Tuple, Type
 
 from raypod.errors import ClusterError, SdkError
 from raypod.host import horovod_address
+from raypod.host.emulated import rendezvous
 from raypod.host.interfaces import interface_of, local_address_to
 from raypod.instance.horovod_proxy import HorovodProxy
 
 _CONNECT_TIMEOUT_S = 60.0  # to the rendezvous server
-# Exceptions of the emulated SDK's communication and of Horovod (real or emulated). Those of the device are in
-# `device_failure`: on IPUs the device runs of all instances fail when that of one ends.
-_PEER_ERRORS = ("PeerFailed", "HorovodInternalError")
 UNRECOVERABLE = "UNRECOVERABLE"
 # It can also be a plain `poptorch.Error` (inferred), by its type or its text. A floating-point exception has the same
 # type, and is of the instance's own program.
@@ -57,12 +55,10 @@ def uses_installed_horovod() -> bool:
 def caused_by_peer(error: BaseException) -> bool:
     """Return whether an error of a collective or a call means that another instance failed or does not answer.
 
-    Compares class names, so that the modules that define the classes need not be importable.
+    On IPUs the device runs of all instances fail when that of one ends.
     """
-    kinds = type(error).__mro__
-    if any(kind.__name__ in _PEER_ERRORS for kind in kinds):
-        return True
-    return device_failure(error) is not None
+    of_horovod = _loaded("horovod.common.exceptions", "HorovodInternalError")
+    return isinstance(error, (rendezvous.PeerFailed, *of_horovod)) or device_failure(error) is not None
 
 
 def device_failure(error: BaseException) -> Optional[str]:
@@ -71,26 +67,23 @@ def device_failure(error: BaseException) -> Optional[str]:
     UNRECOVERABLE for an UnrecoverableError, "" if it names none. The state of the device is unknown then, other than
     after a `PeerFailed` of the emulated SDK.
     """
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if "RecoverableError" in names:
+    if isinstance(error, _loaded("poptorch", "RecoverableError")):
         return str(getattr(error, "recovery_action", ""))
-    if "UnrecoverableError" in names:
+    if isinstance(error, _loaded("poptorch", "UnrecoverableError")):
         return UNRECOVERABLE
     return "" if _has_ended_the_run(error) else None
 
 
 def _has_ended_the_run(error: BaseException) -> bool:
-    kinds = type(error).__mro__
-    is_of_poptorch = any(kind.__name__ == "Error" and kind.__module__.startswith("poptorch") for kind in kinds)
+    is_of_poptorch = isinstance(error, _loaded("poptorch", "Error"))
     text = f"{getattr(error, 'type', '')} {error}"
     return is_of_poptorch and _ENDED_RUN.search(text) is not None and _OWN_FAULT.search(text) is None
 
 
-def abort(reason: str) -> None:
-    """End every wait of this process for other instances, from any thread. Has an effect on the emulated SDK only."""
-    module: Any = sys.modules.get("_pod.wires")
-    if module is not None:
-        module.abandon_all(reason)
+def _loaded(module: str, name: str) -> Tuple[Type[BaseException], ...]:
+    """Return a class of an SDK as a tuple; () if this process has not imported its module: there is no such error."""
+    found = getattr(sys.modules.get(module), name, None)
+    return () if found is None else (found,)
 
 
 def initialize() -> None:
@@ -111,54 +104,15 @@ def finalize() -> None:
     popdist.finalizeBackend()
 
 
-def close_connections() -> None:
-    """Close the connections that `hvd.shutdown` and `popdist.finalizeBackend` leave open: the emulated SDK's.
+def horovod_proxy(environment: Dict[str, str], cancelled: Optional[threading.Event] = None) -> HorovodProxy:
+    """Start the proxy for a real Horovod on this host: the store `environment` (`rendezvous.serve`) has its values.
 
-    Otherwise an instance that was idle when another one was lost would use its connection to the lost one again.
-    """
-    module: Any = sys.modules.get("_pod.wires")
-    if module is not None:
-        module.close()
-
-
-class Rendezvous:
-    """The server through which the instances of one fleet connect. Open until `close`, in any process of `address`.
-
-    `environment` holds the variables that instances need: EMULATED_POD_RENDEZVOUS and the secret that authenticates
-    them. A real Horovod connects through a proxy on its own host (`horovod_proxy`), gets its rank from
-    `environment.horovod_identity` and its interface from `horovod_interface`.
-    """
-
-    def __init__(self, address: str, generation: int = 0) -> None:
-        """Listen on `address`, a name or address of this host, and on no other.
-
-        Each repair of a fleet opens a rendezvous of the next `generation`. The emulated SDK must be importable
-        (`sdk.select` or `sdk.make_store_importable`).
-
-        Raises:
-            OSError: the address cannot be resolved or bound.
-        """
-        from _pod.store_server import StoreServer  # importable only once the SDK is selected; needs no torch
-
-        self._store = StoreServer(address)
-        self.environment: Dict[str, str] = {**self._store.environment, "EMULATED_POD_GENERATION": str(generation)}
-
-    def close(self) -> None:
-        """Close the server. Instances can no longer join."""
-        self._store.close()
-
-
-def horovod_proxy(rendezvous: Dict[str, str], cancelled: Optional[threading.Event] = None) -> HorovodProxy:
-    """Start the proxy for a real Horovod on this host. `rendezvous` is the environment of a `Rendezvous`.
+    Horovod gets its rank from `environment.horovod_identity` and its interface from `horovod_interface`.
 
     Raises:
         RuntimeError: the rendezvous does not answer, has another secret, or `cancelled` was set meanwhile.
     """
-    from _pod.store_client import StoreClient  # importable only once the SDK is selected
-
-    host, _, port = rendezvous["EMULATED_POD_RENDEZVOUS"].rpartition(":")
-    secret = rendezvous["EMULATED_POD_SECRET"]
-    return HorovodProxy(StoreClient(host, int(port), secret, _CONNECT_TIMEOUT_S, cancelled))
+    return HorovodProxy(rendezvous.connect(environment, _CONNECT_TIMEOUT_S, cancelled))
 
 
 def horovod_interface(rendezvous: str) -> Dict[str, str]:

@@ -14,6 +14,7 @@ from raypod.errors import CollectiveBroken, WaitTimedOut
 from raypod.events import HeartbeatReport
 from raypod.host import spans
 from raypod.host.activity_record import ActivityRecord
+from raypod.host.emulated import telemetry
 from raypod.host.process import cpu_seconds
 from raypod.host.usage import HostMeter
 
@@ -22,11 +23,6 @@ LOADING = "loading data"
 RETRYING = "waiting to load data again"
 SNAPSHOT = "taking a snapshot"
 ATTACHING = "attaching the device"  # again, after an evaluation or a repair; that loads the program
-# Files whose frames on a stack mean that the thread waits for other instances: the emulated SDK's and Horovod's.
-_COMMUNICATION_FILES = (
-    "/emulated_sdk/_pod/",
-    "/horovod/torch/",
-)
 
 
 class Heartbeat:
@@ -99,13 +95,8 @@ class Heartbeat:
         return "" if frame is None else "".join(traceback.format_stack(frame))
 
     def waits_for_others(self) -> bool:
-        """Return whether the working thread is communicating with other instances."""
-        frame = self._frame()
-        while frame is not None:
-            if any(name in frame.f_code.co_filename for name in _COMMUNICATION_FILES):
-                return True
-            frame = frame.f_back
-        return False
+        """Return whether the working thread waits for other instances, as far as the SDK knows (`telemetry`)."""
+        return self._thread is not None and telemetry.waits_for_others(self._thread)
 
     def _frame(self) -> Optional[FrameType]:
         return sys._current_frames().get(self._thread) if self._thread is not None else None

@@ -27,6 +27,7 @@ from raypod.datasets.feed import Feed
 from raypod.datasets.source import Source
 from raypod.errors import CollectiveBroken
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, ProcessSpans, SaveReport
+from raypod.host.emulated import telemetry
 from raypod.host.process import StepTimer, sources_digest, versions
 from raypod.host.sdk import Sdk
 from raypod.instance import devices, executable_cache
@@ -72,7 +73,7 @@ class Instance:
         self._snapshots = Snapshots(None)
         self._is_evaluation_abandoned = False
         self._guard, self._timer = devices.CallGuard(), StepTimer()
-        self._profile = Profile(plan, self._spec, sdk)
+        self._profile = Profile(plan, self._spec)
         self._cache = executable_cache.folder_of(plan, sdk)
 
     def build(self, loaded: Optional[Tuple[Task, Source]] = None) -> InstanceStarted:
@@ -232,7 +233,7 @@ class Instance:
                 return
             update = leg.first_update + number * device_iterations
             self._rate.set(self._training, self._model.optimizer, update)
-            began, peer_wait_before = time.monotonic(), self._sdk.peer_wait_s()
+            began, peer_wait_before = time.monotonic(), telemetry.peer_wait_s()
             self._attach()
             with self.heartbeat.in_call(first_call + number), self._guard:
                 digest = self._feed.samples_digest()
@@ -243,7 +244,7 @@ class Instance:
             if self._model.is_averaged_after(self._update) or self._norms.reads_weights:
                 self._read_back()
                 self._model.average_after(self._update)
-            call_s, peer_wait_s = wait_s + time.monotonic() - began, self._sdk.peer_wait_s()
+            call_s, peer_wait_s = wait_s + time.monotonic() - began, telemetry.peer_wait_s()
             peer_wait_s = None if peer_wait_s is None else peer_wait_s - (peer_wait_before or 0.0)
             yield CallReport(
                 instance=self._spec.index,

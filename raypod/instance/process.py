@@ -28,9 +28,9 @@ from raypod.host.log_times import LogTimes
 from raypod.host.spans import recorder
 from raypod.instance import collectives
 from raypod.instance.binding import take_cores
+from raypod.instance.environment import instance_environment
 from raypod.instance.warning_record import WarningRecord
 from raypod.plan import user_code
-from raypod.plan.environment import instance_environment
 from raypod.plan.placement import partition_conflict
 from raypod.plan.plan import Leg, Plan
 

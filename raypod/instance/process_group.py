@@ -9,9 +9,9 @@ import os
 import threading
 from typing import Dict, Optional
 
+from raypod.host.emulated import rendezvous
 from raypod.host.interfaces import address_in, interface_of, local_address_to
-from raypod.instance import collectives
-from raypod.instance.collectives import Rendezvous, horovod_interface, horovod_proxy, uses_installed_horovod
+from raypod.instance.collectives import horovod_interface, horovod_proxy, uses_installed_horovod
 from raypod.instance.horovod_proxy import HorovodProxy
 
 
@@ -21,7 +21,7 @@ class ProcessGroup:
     def __init__(self, data_network: Optional[str]) -> None:
         """`data_network`: the network of the cluster file for traffic between hosts; None if it names none."""
         self._data_network = data_network
-        self._rendezvous: Optional[Rendezvous] = None
+        self._rendezvous: Optional[rendezvous.StoreServer] = None
         self._proxy: Optional[HorovodProxy] = None
         self._cancelled = threading.Event()  # ends the connecting of the proxy
         self.address = "127.0.0.1"  # at which other instances reach this one; set by `configure`
@@ -41,31 +41,31 @@ class ProcessGroup:
     def open_rendezvous(self, address: str, generation: int) -> Dict[str, str]:
         """Open the rendezvous on this host; return the environment variables with which instances connect to it."""
         self.close()
-        self._rendezvous = Rendezvous(address, generation)
+        self._rendezvous = rendezvous.serve(address, generation)
         return self._rendezvous.environment
 
     def configure(self, environment: Dict[str, str]) -> None:
         """Set the variables of a rendezvous, and those of a real Horovod, in this process."""
         os.environ.update(environment)
-        if "EMULATED_POD_RENDEZVOUS" not in environment:
+        host = rendezvous.host_of(environment)
+        if host is None:
             return
-        rendezvous = environment["EMULATED_POD_RENDEZVOUS"].rpartition(":")[0]
-        self.address = self.data_address() or local_address_to(rendezvous)
+        self.address = self.data_address() or local_address_to(host)
         if uses_installed_horovod():
             self._cancelled = threading.Event()
             self._proxy = horovod_proxy(environment, self._cancelled)
             os.environ.update(self._proxy.environment)
             if self._data_network is None:
-                os.environ.update(horovod_interface(rendezvous))
+                os.environ.update(horovod_interface(host))
 
     def abort(self) -> None:
         """End every wait for other instances, from another thread."""
         self._cancelled.set()
-        collectives.abort("another instance is lost")
+        rendezvous.abort("another instance is lost")
 
     def leave(self) -> None:
         """Close all connections after `hvd.shutdown`, so that the process can join another group."""
-        collectives.close_connections()
+        rendezvous.close()
         self.close()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import os
 from typing import Optional
 
 from raypod.events import ProcessSpans
-from raypod.host.sdk import Sdk
+from raypod.host.emulated import telemetry
 from raypod.host.spans import recorder
 from raypod.plan.placement import InstanceSpec
 from raypod.plan.plan import Plan
@@ -20,13 +20,13 @@ class Profile:
     of the run if the window contains that.
     """
 
-    def __init__(self, plan: Plan, spec: InstanceSpec, sdk: Sdk) -> None:
+    def __init__(self, plan: Plan, spec: InstanceSpec) -> None:
         self._spec, self._window = spec, window_of(plan)
         self._is_last = self._window is not None and self._window.stop == plan.total_updates
         self._was_on = False
         recorder.reset(is_on=self._window is not None)
         if self._window is not None:
-            sdk.record_spans(recorder)
+            telemetry.listen(recorder)
 
     def begin_call(self, update: int) -> None:
         """Turn the recorder on or off for what follows: the call that begins at `update` (0-based)."""

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.errors import ClusterError
-from raypod.host import horovod_address, interfaces, sdk
+from raypod.host import emulated, horovod_address, interfaces
 from raypod.host.process import cpus_of_node, script_command
 from raypod.host.usage import HostMeter, cpu_seconds_of
-from raypod.instance.collectives import Rendezvous, horovod_interface, horovod_proxy, uses_installed_horovod
+from raypod.instance.collectives import horovod_interface, horovod_proxy, uses_installed_horovod
 from raypod.instance.horovod_proxy import HorovodProxy
 from raypod.launcher import reaper
 from raypod.launcher.output_pump import OutputPump
@@ -39,7 +39,7 @@ class HostProcess:
     def __init__(self) -> None:
         self._pump: Optional[OutputPump] = None
         self._commands = self._stdin = -1
-        self._rendezvous: Optional[Rendezvous] = None
+        self._rendezvous: Optional[emulated.rendezvous.StoreServer] = None
         self._horovod_proxy: Optional[HorovodProxy] = None
         self._meter, self._measured_s = HostMeter(), 0.0
 
@@ -67,9 +67,8 @@ class HostProcess:
 
     def join_rendezvous(self, rendezvous: Dict[str, str], address: str = "") -> HostFacts:
         """Return the variables by which this host reaches the rendezvous; `address` is its own, if one was chosen."""
-        sdk.make_store_importable()
         self._horovod_proxy = horovod_proxy(rendezvous)
-        rendezvous_host = rendezvous["EMULATED_POD_RENDEZVOUS"].rpartition(":")[0]
+        rendezvous_host = str(emulated.rendezvous.host_of(rendezvous))
         environment = horovod_interface(rendezvous_host)
         if address:
             name = str(interfaces.interface_of(address))
@@ -80,8 +79,7 @@ class HostProcess:
 
     def open_rendezvous(self, address: str) -> Dict[str, str]:
         """Open the rendezvous of all instances at this host's `address`; return its variables."""
-        sdk.make_store_importable()
-        self._rendezvous = Rendezvous(address)
+        self._rendezvous = emulated.rendezvous.serve(address, 0)
         return self._rendezvous.environment
 
     def start(self, programs: Sequence[Program], grace_s: float) -> None:
@@ -178,7 +176,7 @@ def _describe(program: Program, files: List[int], cpus: Optional[List[int]], sha
     return {
         "index": program.instance,
         "argv": program.argv,
-        "environment": {"EMULATED_POD_REPLICAS_AT_A_TIME": str(at_a_time), **program.environment},
+        "environment": {**emulated.activation.settings(replicas_at_a_time=at_a_time), **program.environment},
         "working_dir": program.working_dir,
         "files": files,
         "cpus": cpus,

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Dict, List, Mapping, Sequence, Tuple
 
-from raypod.host.sdk import EMULATED_SDK
+from raypod.host.emulated import activation
 from raypod.launcher.mpi_arguments import MpiArguments
 from raypod.launcher.options import Request
 from raypod.launcher.output import tag
@@ -23,7 +23,6 @@ from raypod.plan.environment import (
     cache_environment,
     join_path,
     placement_environment,
-    strict_environment,
 )
 from raypod.plan.placement import InstanceSpec, Placement
 
@@ -70,10 +69,10 @@ class Programs:
             placed = {name: value for name, value in placed.items() if not name.startswith(_IDENTITY)}
         env.update({name: value for name, value in placed.items() if name not in _THREADS or name not in env})
         env.update(cache_environment(self.request.executable_cache_path))
-        env.update(strict_environment(self.request.strict))
+        env.update(activation.settings(strict=self.request.strict))
         env["PYTHONPATH"] = join_path(STARTUP_DIR, *self.sdk_path, env.get("PYTHONPATH", ""))
         if not self.sdk_path:
-            env[HOROVOD_FALLBACK] = EMULATED_SDK
+            env[HOROVOD_FALLBACK] = activation.FOLDER
         if self.on_terminal:  # for progress bars: a pipe has no width
             env.setdefault("COLUMNS", str(shutil.get_terminal_size().columns - len(tag((spec.index, STDERR)))))
         env.update(self.partition.get(spec.index, {}))

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 from raypod.host import sdk
+from raypod.host.emulated import activation, telemetry
 from raypod.model.schedule import StageCost, compare_strategies
 from raypod.plan import user_code
 from raypod.plan.plan import Plan
@@ -109,15 +110,12 @@ def render_pipeline(pipeline: Pipeline, execution: str) -> str:
 
 def _placement(plan: Plan, task: Any) -> Tuple[Any, Tuple[Any, ...], int]:
     """Return the emulated SDK's placement and estimate of the memory, and `optimizers.optimizer_bytes`."""
-    from poptorch.device.memory_estimate import check_memory
-
     from raypod.model import optimizers
 
     model = compiled(plan, task)
-    memory = model.emulatedMemory(micro_batch_factor(plan), plan.geometry.local_replicas)
-    if sdk.is_strict():  # otherwise the table says that the model does not fit
-        with user_code.reported(plan.config.model_name):
-            check_memory(memory)
+    is_strict = activation.is_strict()  # otherwise the table says that the model does not fit
+    with user_code.reported(plan.config.model_name):
+        memory = model.emulatedMemory(micro_batch_factor(plan), plan.geometry.local_replicas, is_checked=is_strict)
     return model.emulatedPlacement(), memory, optimizers.optimizer_bytes(plan.config.training)
 
 
@@ -130,7 +128,6 @@ def compiled(plan: Plan, task: Any) -> Any:
     """Return the training model of one replica, compiled for a small micro-batch. ConfigError as `inspect_pipeline`."""
     import poptorch
     import torch
-    from poptorch.device.compilation import inspection
 
     from raypod.model import optimizers, program, sdk_options
 
@@ -141,7 +138,7 @@ def compiled(plan: Plan, task: Any) -> Any:
     options.showCompilationProgressBar(False)
     sdk_options.make_calls(options, config)
     samples = _samples(plan) * plan.geometry.gradient_accumulation
-    with user_code.reported(config.model_name), inspection():
+    with user_code.reported(config.model_name), telemetry.inspection():
         batch = task.example(samples)
         network = program.finish_network(plan, task.network(batch))
         step = program.TrainingStep(task, plan.task.metrics, network, torch.nn.Identity()).train()

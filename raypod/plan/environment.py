@@ -1,4 +1,4 @@
-"""The environment variables of an instance's process, which are set before torch and the SDK are imported.
+"""The environment variables by which a process is an instance of a placement, for every SDK.
 
 The POPDIST_*, IPUOF_* and POPLAR_* names are those that poprun sets.
 """
@@ -6,42 +6,16 @@ The POPDIST_*, IPUOF_* and POPLAR_* names are those that poprun sets.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Dict, Optional, Sequence, Tuple
+from typing import Dict, Optional, Sequence, Tuple
 
 from raypod.plan.cluster import VipuPartition
 from raypod.plan.placement import InstanceSpec, Placement, gcd_index, num_gcds
 
-if TYPE_CHECKING:  # raypod.launch has no training plan and does not import pydantic
-    from raypod.plan.plan import Plan
-
 IPUS_PER_LINK_DOMAIN = 64  # of a POD64, the largest IPU-Link domain
-MEMORY_FORMAT = "EMULATED_POD_MEMORY_FORMAT"
 # The folder of the emulated SDK, for a program that finds no Horovod; see host/startup/sitecustomize.py.
 HOROVOD_FALLBACK = "RAYPOD_HOROVOD_FALLBACK"
 STARTUP_DIR = str(Path(__file__).parent.parent / "host" / "startup")
-
-
-def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") -> Dict[str, str]:
-    """Return the variables of one instance of a training run, except those that depend on the running host.
-
-    `python_path` is the inherited PYTHONPATH.
-    """
-    from raypod.plan.ipu_options import profile_environment  # imports pydantic
-
-    env = {**placement_environment(plan.placement, spec), **device_environment(plan.placement, spec)}
-    # Set for child processes as well: the sitecustomize.py in STARTUP_DIR makes torchvision importable.
-    env["PYTHONPATH"] = join_path(STARTUP_DIR, python_path)
-    # Host collectives and gradient exchanges use the coordinator's timeout.
-    env["EMULATED_POD_TIMEOUT_S"] = str(plan.config.run.report_timeout_s)
-    env.update(cache_environment(plan.config.pod.executable_cache_path))
-    env.update(strict_environment(plan.config.run.strict))
-    env.update(profile_environment(plan.config, spec.index, os.environ.get("POPLAR_ENGINE_OPTIONS", "")))
-    env[MEMORY_FORMAT] = plan.config.training.memory_format
-    if plan.config.run.collectives == "gloo":
-        env["EMULATED_POD_HOROVOD"] = "emulated"
-    return env
 
 
 def placement_environment(placement: Placement, spec: InstanceSpec) -> Dict[str, str]:
@@ -80,11 +54,6 @@ def device_environment(placement: Placement, spec: InstanceSpec) -> Dict[str, st
 def cache_environment(path: Optional[str]) -> Dict[str, str]:
     """Return the variables of the executable cache, for popdist and for PopTorch (inferred); empty without a path."""
     return {"POPTORCH_CACHE_DIR": path, "POPDIST_EXECUTABLE_CACHE_PATH": path} if path is not None else {}
-
-
-def strict_environment(is_strict: Optional[bool]) -> Dict[str, str]:
-    """Return the variable of the emulated SDK's strict mode; empty for None, which keeps the inherited value."""
-    return {} if is_strict is None else {"EMULATED_POD_STRICT": str(int(is_strict))}
 
 
 def join_path(*entries: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from raypod import cli
 from raypod.errors import ConfigError
+from raypod.host.emulated import activation
 from raypod.host.last_line import LastLine
 from raypod.host.sdk import sdk_for_programs
 from raypod.launcher.host_process import HostProcess
@@ -99,15 +100,14 @@ def _run(words: Sequence[str], folder: Path, timeout_s: float) -> Outcome:
 def _environment(file: Path, temporary: Path) -> Dict[str, str]:
     paths = sdk_for_programs("emulated")[1]
     return {
+        **activation.settings(ipus=_IPUS),
         **os.environ,
         # As raypod launch: Python programs run with this interpreter; its environment may not be activated.
         "PATH": join_path(str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)),
         "PYTHONPATH": join_path(*paths, os.environ.get("PYTHONPATH", "")),
         "PYTHONDONTWRITEBYTECODE": "1",
         "TMPDIR": str(temporary),
-        "EMULATED_POD_IPUS": os.environ.get("EMULATED_POD_IPUS", _IPUS),
-        "EMULATED_POD_STRICT": "1",
-        "EMULATED_POD_FINDINGS": str(file),
+        **activation.settings(strict=True, findings=str(file)),
     }
 
 

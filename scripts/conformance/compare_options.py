@@ -30,7 +30,7 @@ import torch  # noqa: E402  # as above
 from conformance import front_end_runs  # noqa: E402  # as above
 from conformance.clone import CloneError, extract  # noqa: E402  # as above
 from conformance.command import exit_with, refuse  # noqa: E402  # as above
-from raypod.host.sdk import EMULATED_SDK  # noqa: E402  # as above
+from raypod.host.emulated import activation  # noqa: E402  # as above
 
 _APPLICATION = "vision/cnns/pytorch"
 
@@ -140,7 +140,7 @@ def _theirs(bench: front_end_runs.Bench, config: str) -> Dict[str, Any]:
         "POPLAR_ENGINE_OPTIONS": json.dumps(published.engine_options),
     }
     command = ["train.py", "--config", config, "--data", "generated", "--compile-only", "--dataloader-worker", "1"]
-    paths = [str(stand_ins), EMULATED_SDK]  # the module popart is that of the emulated SDK
+    paths = [str(stand_ins), activation.FOLDER]  # the module popart is that of the emulated SDK
     return bench.options_of(command, environment, bench.folder / "examples" / _APPLICATION / "train", paths)
 
 

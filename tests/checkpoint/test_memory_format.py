@@ -9,8 +9,7 @@ from typing import Any, Callable, Dict
 import pytest
 
 from raypod.checkpoint import resume, storage
-from raypod.plan.environment import MEMORY_FORMAT as VARIABLE
-from raypod.plan.environment import instance_environment
+from raypod.instance.environment import instance_environment
 from raypod.plan.plan import Plan
 from tests.support.saved_runs import run, weights_of
 
@@ -43,7 +42,9 @@ def test_a_run_that_leaves_the_choice_continues_in_the_format_of_the_checkpoint(
     others = {key: value for key, value in manifest.settings.items() if key != resume.MEMORY_FORMAT}
     recorded = dataclasses.replace(manifest, settings={**others, **of_checkpoint})
     continued = resume.in_recorded_format(plan, recorded)
-    assert [instance_environment(continued, spec)[VARIABLE] for spec in plan.placement.instances] == [used] * 2
+    assert [
+        instance_environment(continued, spec)["EMULATED_POD_MEMORY_FORMAT"] for spec in plan.placement.instances
+    ] == [used] * 2
 
 
 @pytest.mark.parametrize("name", ["auto", "contiguous"])

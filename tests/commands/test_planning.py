@@ -87,7 +87,7 @@ def test_a_model_that_does_not_fit_is_an_error_in_strict_mode(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the micro-batch of the plan, which is larger than the compiled one."""
-    monkeypatch.setattr("poptorch.device.memory_estimate.MEMORY_BYTES", 20_000_000)
+    monkeypatch.setattr("poptorch.device.compile.memory_estimate.MEMORY_BYTES", 20_000_000)
     flags = ["plan", "--memory", "--device", "emulated", "--model", "resnet8", "--batch-size", "256"]
     assert main(flags) == 0
     assert ": DOES NOT FIT" in capsys.readouterr().out

@@ -14,7 +14,7 @@ import _pod.store_protocol as protocol
 import pytest
 import torch
 import torch.distributed as dist
-from _pod.rendezvous import Store
+from _pod.store import Store
 from _pod.store_client import StoreClient
 from _pod.wires import PeerFailed, StoreServer
 

@@ -8,8 +8,8 @@ import functools
 
 import pytest
 import torch
-from poptorch.device import convolution
-from poptorch.device.gradient_accumulation import Accumulating
+from poptorch.device.kernels import Accumulating, convolution
+from poptorch.errors import Error
 from torch import nn
 
 CHANNELS_LAST = torch.channels_last
@@ -184,3 +184,16 @@ def test_a_convolution_that_torch_rejects_raises_the_error_of_torch():
         special(torch.randn(2, 8, 2, 2))
     with pytest.raises(RuntimeError, match="to have 8 channels"):
         special(torch.randn(2, 6, 4, 4))
+
+
+def test_the_kernels_can_be_switched_off(monkeypatch):
+    arguments, shape = WINOGRAD[0]
+    images = images_of(arguments, shape)
+    plain, special = layers(arguments)
+    assert not torch.equal(special(images), plain(images))
+    monkeypatch.setenv("EMULATED_POD_KERNELS", "torch")
+    plain, special = layers(arguments)
+    assert torch.equal(special(images), plain(images))
+    monkeypatch.setenv("EMULATED_POD_KERNELS", "off")
+    with pytest.raises(Error, match="EMULATED_POD_KERNELS='off': must be own or torch"):
+        layers(arguments)

@@ -9,7 +9,7 @@ from typing import Iterator, List
 import poptorch
 import pytest
 import torch
-from poptorch.device import interpreter_lock
+from _pod.activation import CALL_S, LOAD_S
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def longest(ticks: List[float]) -> float:
     return max(after - before for before, after in zip(ticks, [*ticks[1:], time.monotonic()]))
 
 
-@pytest.mark.parametrize("variable", [interpreter_lock.CALL, interpreter_lock.LOAD])
+@pytest.mark.parametrize("variable", [CALL_S, LOAD_S])
 def test_no_other_thread_runs_meanwhile(variable: str, monkeypatch: pytest.MonkeyPatch, ticks: List[float]) -> None:
     model, x = poptorch.inferenceModel(torch.nn.Linear(2, 2)), torch.ones(1, 2)
     model.compile(x)
@@ -47,6 +47,6 @@ def test_no_other_thread_runs_meanwhile(variable: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
 def test_a_wrong_time_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(interpreter_lock.CALL, text)
+    monkeypatch.setenv(CALL_S, text)
     with pytest.raises(poptorch.Error, match=f"EMULATED_POD_CALL_S={text}: must be a number of seconds"):
         poptorch.inferenceModel(torch.nn.Linear(2, 2))(torch.ones(1, 2))

@@ -163,7 +163,7 @@ def test_a_nearly_full_ipu_is_a_warning_and_a_full_one_an_error_in_strict_mode(m
         for share, warning in ((0.84, ""), (0.9, "nearly full: IPU 0: 90 %"), (1.1, "Out of memory")):
             # 20 % of the memory are code and exchange.
             size = round((needed.total - needed.code) / (share - 0.2))
-            monkeypatch.setattr("poptorch.device.memory_estimate.MEMORY_BYTES", size)
+            monkeypatch.setattr("poptorch.device.compile.memory_estimate.MEMORY_BYTES", size)
             compiled_memory(model, inputs)
             assert (warning in caplog.text) if warning else not caplog.records
     monkeypatch.setenv("EMULATED_POD_STRICT", "1")

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any, Callable, Iterator
 
 import pytest
+from _pod import telemetry
+from _pod.wires import Group
 
 from raypod.errors import CollectiveBroken, WaitTimedOut
+from raypod.fleet.liveness import LastHeartbeat, find_suspects
 from raypod.instance.control import IDLE, LOADING, RETRYING, Heartbeat, StopGate
+from raypod.plan.run_section import RunSection
 from tests.support.bounded import wait_until
 
 
@@ -49,29 +58,74 @@ def test_a_wait_to_load_again_is_shown_and_ends_when_another_instance_is_lost() 
         assert heartbeat.beat().activity == LOADING
 
 
-@pytest.mark.parametrize(
-    ("file", "waits"),
-    [("/x/emulated_sdk/_pod/store_client.py", True), ("/x/horovod/torch/mpi_ops.py", True), ("/x/program.py", False)],
-)
-def test_the_stack_shows_where_the_thread_is_and_whether_it_waits_for_others(file: str, waits: bool) -> None:
-    heartbeat, inside, end = Heartbeat(0), threading.Event(), threading.Event()
+@contextlib.contextmanager
+def working(do: Callable[[threading.Event, threading.Event], None], instance: int = 0) -> Iterator[Heartbeat]:
+    """The heartbeat of an instance whose thread is in `do(inside, end)`, which sets the one and waits for the other."""
+    heartbeat, inside, end = Heartbeat(instance), threading.Event(), threading.Event()
     assert heartbeat.stack() == ""
-    functions = {"inside": inside, "end": end}
-    exec(compile("def in_this_function():\n    inside.set()\n    end.wait(10)\n", file, "exec"), functions)
 
     def work() -> None:
-        with heartbeat.set_activity("x"):
-            functions["in_this_function"]()  # type: ignore[operator]
+        with heartbeat.in_call(6):
+            do(inside, end)
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
         assert inside.wait(10)
-        assert "in_this_function" in heartbeat.stack()
-        assert heartbeat.waits_for_others() is waits
+        yield heartbeat
     finally:
         end.set()
         thread.join()
+
+
+def in_user_code(inside: threading.Event, end: threading.Event) -> None:
+    inside.set()
+    end.wait(10)
+
+
+def in_a_collective(inside: threading.Event, end: threading.Event) -> None:
+    def barrier() -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: in_user_code(inside, end))
+
+    Group("pod", 0, 2, SimpleNamespace(barrier=barrier), 10.0).barrier()
+
+
+def in_a_collective_of_a_replica(inside: threading.Event, end: threading.Event) -> None:
+    def work(thread: int) -> None:
+        with telemetry.working_for(thread):
+            in_a_collective(inside, end)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work, threading.get_ident()).result()
+
+
+def in_horovod(inside: threading.Event, end: threading.Event) -> None:
+    module = ModuleType("horovod.torch.mpi_ops")
+    exec("def synchronize(work, *events):\n    work(*events)\n", module.__dict__)
+    module.synchronize(in_user_code, inside, end)
+
+
+@pytest.mark.parametrize(
+    ("do", "waits"),
+    [(in_user_code, False), (in_a_collective, True), (in_a_collective_of_a_replica, True), (in_horovod, True)],
+)
+def test_the_heartbeat_shows_where_the_thread_is_and_whether_it_waits_for_others(
+    do: Any, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "horovod", ModuleType("horovod"))
+    sys.modules["horovod"].__file__ = "/site-packages/horovod/__init__.py"  # an installed one
+    with working(do) as heartbeat:
+        assert do.__name__ in heartbeat.stack()
+        assert heartbeat.waits_for_others() is waits
+    assert not heartbeat.waits_for_others()
+
+
+def test_a_rank_that_waits_in_a_collective_is_not_stuck_but_the_one_in_user_code_is() -> None:
+    with working(in_a_collective, 0) as waiting, working(in_user_code, 1) as stuck:
+        reports = [replace(each.beat(), duration_s=1000.0, slowest_call_s=1.0) for each in (waiting, stuck)]
+    heartbeats = {report.instance: LastHeartbeat(report, 999.0) for report in reports}
+    (suspect,) = find_suspects(heartbeats, 1000.0, RunSection())
+    assert (suspect.instance, suspect.kind) == (1, "stuck")
 
 
 def test_the_report_contains_the_cpu_time_of_the_working_thread() -> None:

@@ -10,20 +10,21 @@ from typing import Iterator, Tuple
 
 import pytest
 
-from raypod.instance.collectives import Rendezvous, horovod_proxy
+from raypod.host.emulated import rendezvous as door
+from raypod.instance.collectives import horovod_proxy
 from raypod.instance.horovod_proxy import HorovodProxy
 from raypod.plan.environment import horovod_identity
 
 
 @pytest.fixture
-def rendezvous() -> Iterator[Rendezvous]:
-    opened = Rendezvous("127.0.0.1")
+def rendezvous() -> Iterator[door.StoreServer]:
+    opened = door.serve("127.0.0.1", 0)
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def proxy(rendezvous: Rendezvous) -> Iterator[HorovodProxy]:
+def proxy(rendezvous: door.StoreServer) -> Iterator[HorovodProxy]:
     opened = horovod_proxy(rendezvous.environment)
     yield opened
     opened.close()
@@ -49,7 +50,7 @@ def request(proxy: HorovodProxy, method: str, path: str, content: bytes = b"", *
 
 
 def test_a_value_of_one_rank_is_readable_on_every_host_until_it_deletes_its_keys(
-    rendezvous: Rendezvous, proxy: HorovodProxy
+    rendezvous: door.StoreServer, proxy: HorovodProxy
 ) -> None:
     other = horovod_proxy(rendezvous.environment)
     assert request(proxy, "GET", "/global/0")[0] == 404
@@ -74,7 +75,7 @@ def test_requests_without_the_secret_path_are_forbidden(proxy: HorovodProxy, met
     assert request(proxy, "GET", "/global/0") == (200, b"where")
 
 
-def test_it_listens_on_the_loopback_interface_only_until_it_is_closed(rendezvous: Rendezvous) -> None:
+def test_it_listens_on_the_loopback_interface_only_until_it_is_closed(rendezvous: door.StoreServer) -> None:
     before = threading.active_count()
     opened = horovod_proxy(rendezvous.environment)
     address, port, _ = address_of(opened)

@@ -362,7 +362,7 @@ def test_a_model_that_fits_only_as_one_of_several_replicas_fits(make: Any, monke
     plan = make(ipu=ipu, training=training, pod={"replicas": 4, "num_instances": 1})
     (needed,) = inspect(plan).memory
     body, code_share = needed.total - needed.code, needed.code / needed.available
-    monkeypatch.setattr("poptorch.device.memory_estimate.MEMORY_BYTES", 1.01 * body / (1 - code_share))
+    monkeypatch.setattr("poptorch.device.compile.memory_estimate.MEMORY_BYTES", 1.01 * body / (1 - code_share))
     monkeypatch.setenv("EMULATED_POD_STRICT", "1")
     assert 0.98 < inspect(plan).memory[0].share < 1
 
@@ -376,7 +376,7 @@ def test_a_bar_that_is_longer_than_the_memory_says_so(make: Any, monkeypatch: py
         (1.001, "!] 100 % (", "DOES NOT FIT"),  # 0.1 % is less than a character
         (1.2, "!] 120 % (", "DOES NOT FIT"),
     ):
-        monkeypatch.setattr("poptorch.device.memory_estimate.MEMORY_BYTES", ipu.total / share)
+        monkeypatch.setattr("poptorch.device.compile.memory_estimate.MEMORY_BYTES", ipu.total / share)
         line = render_memory((ipu,)).splitlines()[-1]
         assert figure in line
         assert line.endswith(end)

@@ -13,9 +13,10 @@ import pytest
 
 from raypod.cli import FlagParser
 from raypod.errors import ConfigError
+from raypod.instance.environment import instance_environment
 from raypod.plan import flags, resolve
 from raypod.plan.cluster import LOCAL, Cluster, Host, VipuPartition
-from raypod.plan.environment import device_environment, instance_environment
+from raypod.plan.environment import device_environment
 from raypod.plan.placement import Sizes, place
 from raypod.plan.plan import DatasetSize, TaskFacts, make_plan
 from raypod.plan.resolve import from_values

@@ -46,10 +46,12 @@ DIRECTIONS = {
     "monitor": "status pod",
     "dashboard": "report status",
 }
-# The folders of the emulated poptorch, likewise.
+# The rooms of the emulated poptorch, likewise.
 SDK_DIRECTIONS = {
-    "executor": "device",
-    "device": "optimizers parallel ops data",
+    "executor": "device/execute",
+    "device/execute": "device/compile",
+    "device/compile": "device/kernels",
+    "device/kernels": "optimizers parallel ops data",
     "optimizers": "options",
     "parallel": "options",
     "ops": "parallel options",  # poptorch.ops also exports the blocks
@@ -67,9 +69,12 @@ SDK_USERS = {
     "instance/instance",
     "instance/compilation",
     "instance/collectives",
-    "host/sdk",
+    "host/emulated",
 }
 SDK_USERS |= {"tasks/image_classification"}
+SDK_MODULES = {"poptorch", "popdist", "popdist.poptorch", "horovod.torch"}
+# Its package, its folder, one of its settings, or a module below the public ones.
+SDK_INTERNALS = re.compile(r"^_pod\b|(^|/)emulated_sdk(/|$)|^EMULATED_POD_\w+$|^(poptorch|popdist|popart)(\.\w+)+$")
 RAY_USERS = ["fleet/ray*", "fleet/gcs", "launcher/ray_hosts", "api/ray_tune"]
 IDS = [file.relative_to(PACKAGE).with_suffix("").as_posix() for file in MODULES]
 
@@ -97,11 +102,14 @@ def test_imports_follow_the_direction_of_the_rooms() -> None:
 
 
 def test_imports_follow_the_direction_of_the_emulated_sdk() -> None:
-    for folder in SDK_DIRECTIONS:
-        files = (PACKAGE / "emulated_sdk" / "poptorch" / folder).rglob("*.py")
-        names = {name for file in files for name in imported(file) if name.startswith("poptorch.")}
-        used = {name.split(".")[1] for name in names} & set(SDK_DIRECTIONS)
-        assert used <= reachable(folder, SDK_DIRECTIONS) | {folder}, folder
+    folder = PACKAGE / "emulated_sdk" / "poptorch"
+    for room in SDK_DIRECTIONS:
+        names = {name for file in (folder / room).rglob("*.py") for name in imported(file)}
+        paths = {name.replace(".", "/") for name in names if name.startswith("poptorch.")}
+        used = {other for other in SDK_DIRECTIONS if any(f"{each}/".startswith(f"poptorch/{other}/") for each in paths)}
+        assert used <= reachable(room, SDK_DIRECTIONS) | {room}, room
+    folders = {path.parent.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
+    assert folders <= {*SDK_DIRECTIONS, ".", "device"}
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -130,6 +138,20 @@ def test_ray_the_sdk_and_devices_are_distinguished_only_in_their_places() -> Non
 def test_the_emulated_sdk_imports_nothing_of_raypod() -> None:
     sdk = [file for file in FILES if "emulated_sdk" in file.relative_to(PACKAGE).parts]
     assert not {file.name for file in sdk if any(name.split(".")[0] == "raypod" for name in imported(file))}
+
+
+def test_the_emulated_sdk_is_used_through_its_doors() -> None:
+    """The three modules that `host/emulated.py` imports, and what the real PopTorch, PopDist and Horovod have, too."""
+    for file, name in zip(MODULES, IDS):
+        of_sdk = {each for each in imported(file) if each.split(".")[0] in SDK}
+        doors = {f"_pod.{door}" for door in ("activation", "rendezvous", "telemetry")}
+        assert of_sdk <= SDK_MODULES | (doors if name == "host/emulated" else set()), name
+        tree = ast.parse(file.read_text())
+        texts = {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        reached = {each for each in texts if SDK_INTERNALS.search(each)}
+        assert reached <= ({"_pod", "emulated_sdk"} if name == "host/emulated" else set()), name
 
 
 def test_every_module_states_its_duty_and_stays_short() -> None:

@@ -22,7 +22,7 @@ from typing import List, Optional
 
 import torch
 
-from _pod import peer_wait
+from _pod import telemetry
 from _pod.wires import Group, as_bytes
 
 _MOST_BYTES = 1 << 15  # of a message: it fits into the buffer of a socket, so that all can send before they receive
@@ -83,7 +83,7 @@ class LocalExchange:
         began, view, length = time.monotonic(), memoryview(table), len(table) // group.size
         self._sequence += 1
         try:
-            with peer_wait.measured(doing):
+            with telemetry.waiting(doing):
                 for step, (partner, poller) in enumerate(zip(self._partners, self._pollers)):
                     block = group.rank >> step  # of 2 ** step rows
                     held, other = (block << step) * length, ((block ^ 1) << step) * length
@@ -131,7 +131,7 @@ def connect(group: Group, path: str) -> Optional[LocalExchange]:
         # Each process connects to its partners of lower rank, whose sockets listen after this.
         is_possible = all(done for (done,) in group.gather_numbers([int(listener is not None)]))
         if is_possible and listener is not None:
-            with suppress(OSError):
+            with suppress(OSError), telemetry.waiting():
                 partners = _partners(listener, path, ranks, group)
         for partner in partners:
             opened.callback(partner.close)

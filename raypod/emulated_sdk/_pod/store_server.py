@@ -18,6 +18,7 @@ import time
 import weakref
 from typing import Callable, Dict, Generator, List, Optional, Sequence, Set
 
+from _pod.activation import RENDEZVOUS, SECRET
 from _pod.store_protocol import (
     ADD,
     AWAIT,
@@ -62,7 +63,7 @@ class StoreServer:
         self._listener = _listen(host, port)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         # A process with these variables may join: keep them secret.
-        self.environment: Dict[str, str] = {"EMULATED_POD_RENDEZVOUS": self.address, "EMULATED_POD_SECRET": secret}
+        self.environment: Dict[str, str] = {RENDEZVOUS: self.address, SECRET: secret}
         self._values: Dict[bytes, bytes] = {}
         self._waiters: Dict[bytes, Set[_Connection]] = {}  # by missing key
         self._unauthenticated: Dict[_Connection, float] = {}  # deadlines, oldest first

@@ -27,8 +27,10 @@ from weakref import WeakSet
 import torch
 import torch.distributed
 
-from _pod import peer_wait, rendezvous
-from _pod.rendezvous import FAILED, GENERATION, MAX_JOIN_S, RENDEZVOUS, SECRET, TIMEOUT_S, Store, timeout_s
+from _pod import rendezvous, store, telemetry
+from _pod.activation import GENERATION, RENDEZVOUS, SECRET, TIMEOUT_S
+from _pod.rendezvous import timeout_s
+from _pod.store import FAILED, MAX_JOIN_S, Store
 from _pod.store_protocol import PeerFailed
 from _pod.store_server import StoreServer
 
@@ -98,11 +100,11 @@ def abandon(name: str, rank: int, size: int, reason: str) -> None:
         if group is not None:
             group.abandon(reason)
             return
-        with suppress(RuntimeError), rendezvous.cancellable() as cancelled:  # without the store the others wait
-            opened = rendezvous.open_client(cancelled) if size > 1 else None
+        with suppress(RuntimeError), store.cancellable() as cancelled:  # without the store the others wait
+            opened = store.open_client(cancelled) if size > 1 else None
             if opened is not None:
-                (store, address), prefix = opened, _prefix(name)
-                store.add(f"{prefix}/{_joins.get(address + prefix, 0) + 1}/joined/{FAILED}", rank + 1)
+                (connection, address), prefix = opened, _prefix(name)
+                connection.add(f"{prefix}/{_joins.get(address + prefix, 0) + 1}/joined/{FAILED}", rank + 1)
 
 
 def abandon_all(reason: str) -> None:
@@ -110,7 +112,7 @@ def abandon_all(reason: str) -> None:
 
     Takes no lock: a thread that joins a group holds it.
     """
-    rendezvous.cancel_all()
+    store.cancel_all()
     for group in list(_groups.values()):
         group.abandon(reason)
 
@@ -136,12 +138,13 @@ def close() -> None:
     with _lock:
         for name in list(_groups):
             disconnect(name)
-        store = rendezvous.detach()
-        if store is not None:
-            store.client.close()
+        connection = store.detach()
+        if connection is not None:
+            connection.client.close()
 
 
 atexit.register(close)
+rendezvous.register(abandon_all, close)
 
 
 class Group:
@@ -225,7 +228,7 @@ class Group:
             return
         start = time.monotonic()
         try:
-            with peer_wait.measured(doing):
+            with telemetry.waiting(doing):
                 work.wait(timedelta(seconds=self.wait_s))
         except RuntimeError as error:
             raise self.fail(doing, error, time.monotonic() - start) from error
@@ -266,7 +269,7 @@ class Group:
     def _run(self, start: Any, doing: str) -> None:
         backend, began = self.open_backend(), time.monotonic()
         try:
-            with peer_wait.measured(doing):
+            with telemetry.waiting(doing):
                 start(backend).wait()
         except RuntimeError as error:
             raise self.fail(doing, error, time.monotonic() - began) from error
@@ -312,20 +315,20 @@ def _join(name: str, rank: int, size: int, join_s: Optional[float]) -> Group:
     wait_s = timeout_s()
     if size == 1:
         return Group(name, rank, size, None, wait_s)
-    with rendezvous.cancellable() as cancelled:
-        store, address = rendezvous.client(size, cancelled)
+    with store.cancellable() as cancelled, telemetry.waiting():
+        connection, address = store.client(size, cancelled)
         prefix = _prefix(name)
         count = _joins.get(address + prefix, 0) + 1
         join_s = min(wait_s, MAX_JOIN_S) if join_s is None else join_s
         where = f"of group {name!r} at {address}"
-        rendezvous.wait_for_ranks(store, f"{prefix}/{count}/joined", where, rank, size, join_s)
+        store.wait_for_ranks(connection, f"{prefix}/{count}/joined", where, rank, size, join_s)
         _joins[address + prefix] = count
         prefix += f"/{count}"
-        prefixed = _c10d.PrefixStore(f"{prefix}/wires", store)
-        backend = _c10d.ProcessGroupGloo(prefixed, rank, size, rendezvous.gloo_options(address, wait_s))
+        prefixed = _c10d.PrefixStore(f"{prefix}/wires", connection)
+        backend = _c10d.ProcessGroupGloo(prefixed, rank, size, store.gloo_options(address, wait_s))
         # A rank that leaves early would close connections that others are still establishing.
-        rendezvous.wait_for_ranks(store, f"{prefix}/wired", where, rank, size, join_s)
-    return Group(name, rank, size, backend, wait_s, store)
+        store.wait_for_ranks(connection, f"{prefix}/wired", where, rank, size, join_s)
+    return Group(name, rank, size, backend, wait_s, connection)
 
 
 def _reset_in_forked_child() -> None:
@@ -335,7 +338,7 @@ def _reset_in_forked_child() -> None:
     """
     global _lock
     _lock = threading.RLock()
-    _inherited.append((dict(_groups), rendezvous.detach()))
+    _inherited.append((dict(_groups), store.detach()))
     _groups.clear()
     _joins.clear()
 

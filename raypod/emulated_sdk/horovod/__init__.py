@@ -13,10 +13,12 @@ from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Optional
 
+from _pod.activation import HOROVOD
+
 
 def _find_installed() -> Optional[ModuleSpec]:
     """Return the spec of the first Horovod elsewhere on `sys.path` that has a PyTorch extension, if selected."""
-    if os.environ.get("EMULATED_POD_HOROVOD") == "emulated":
+    if os.environ.get(HOROVOD) == "emulated":
         return None
     own_folder = Path(__file__).resolve().parent.parent
     for entry in sys.path:

@@ -1,6 +1,6 @@
 """`poptorch._args_parser`: the class of PopTorch that published programs derive from (mmcv, graphium).
 
-The executor here binds arguments by `poptorch.device.arguments`, whatever its `_args_parser` is.
+The executor here binds arguments by `poptorch.device.compile.arguments`, whatever its `_args_parser` is.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, Iterator, List
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from poptorch.device.memory import original_class
+from poptorch.device.compile.memory import original_class
 from poptorch.device_mode import compiling_mode, isRunningOnIpu
 from poptorch.errors import Error
 from poptorch.torch_operators import internal_cast as _cast

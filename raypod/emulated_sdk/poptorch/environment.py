@@ -10,13 +10,14 @@ import logging
 import os
 from typing import Dict, Optional, Tuple, Union
 
+from _pod.activation import IPUS as _IPUS
+
 from poptorch.errors import Error
 
 VERSION = "3.4.0"  # of the SDK whose API this is
 
 logger = logging.getLogger("poptorch::python")
 
-_IPUS = "EMULATED_POD_IPUS"
 _MK2 = 2
 
 # The SDK's numbers, and the severities of Python's `logging`.

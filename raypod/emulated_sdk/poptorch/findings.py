@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any, Iterable, Iterator, List, NoReturn, Sequence, Tuple
 
 import torch
+from _pod.activation import FINDINGS as FILE
 
-FILE = "EMULATED_POD_FINDINGS"
 OK, WARN, TROUBLE = "ok", "warn", "trouble"
 
 _SDK = f"{Path(__file__).resolve().parent.parent}/"

@@ -5,18 +5,13 @@ For `raypod doctor --program` it is a finding (`findings.py`).
 
 from __future__ import annotations
 
-import os
+from _pod.activation import STRICT, is_strict
 
 from poptorch import findings
 from poptorch.environment import logger
 from poptorch.errors import Error
 
-STRICT = "EMULATED_POD_STRICT"
-
-
-def is_strict() -> bool:
-    """Return whether EMULATED_POD_STRICT enables strict mode: it is set, and neither empty nor 0."""
-    return os.environ.get(STRICT, "0") not in ("", "0")
+__all__ = ["STRICT", "is_strict", "reject"]
 
 
 def reject(message: str, what: str = "model") -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from raypod.host.sdk import EMULATED_SDK
+from raypod.host.emulated import activation
 
-_HAS_HOROVOD = PathFinder.find_spec("horovod", [entry for entry in sys.path if entry != EMULATED_SDK]) is not None
+_HAS_HOROVOD = PathFinder.find_spec("horovod", activation.path_without()) is not None
 
 
 @pytest.mark.skipif(not _HAS_HOROVOD, reason="no Horovod is installed (scripts/install_horovod.sh)")

@@ -20,8 +20,10 @@ from itertools import groupby
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set
 
 import torch
-from _pod.rendezvous import GENERATION
-from _pod.wires import Group, timeout_s
+from _pod import telemetry
+from _pod.activation import GENERATION
+from _pod.rendezvous import timeout_s
+from _pod.wires import Group
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch._agreement import Description, disagreement, join_error, settled
@@ -128,7 +130,7 @@ class Engine:
         """Return the operation's result; HorovodInternalError if it fails or exceeds EMULATED_POD_TIMEOUT_S."""
         thread = threading.current_thread()
         wait_s = timeout_s() + _GRACE_S  # the group's own timeout comes first, with a more precise error
-        with self._changed:
+        with self._changed, telemetry.waiting():  # the engine's thread measures it
             self._waiting[thread] = operation
             self._changed.wait_for(lambda: operation.is_done, wait_s)
             del self._waiting[thread]

@@ -8,7 +8,7 @@ import pickle
 from typing import Any, Callable, Dict, List, Optional, Set, Tuple, Union
 
 import torch
-from _pod.rendezvous import SECRET
+from _pod.activation import SECRET
 from _pod.store_protocol import PROOF_BYTES, content_proof
 
 from horovod.common.exceptions import HorovodInternalError

@@ -1,1 +1,1 @@
-"""The emulated device: compilation, replicas and their memory, weight updates."""
+"""The emulated device in three layers: a program is compiled, executed, and computes by kernels of its own."""

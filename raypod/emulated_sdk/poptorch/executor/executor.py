@@ -7,12 +7,13 @@ import time
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
+from _pod.activation import CALL_S, LOAD_S
 
 from poptorch import findings, sdk_variables
 from poptorch._args_parser import ArgsParser
-from poptorch.device import device_fault, interpreter_lock
-from poptorch.device.arguments import Arguments, BatchLayout
-from poptorch.device.program import Program, TrainingProgram
+from poptorch.device.compile.arguments import Arguments, BatchLayout
+from poptorch.device.execute import imitation
+from poptorch.device.execute.program import Program, TrainingProgram
 from poptorch.device_mode import caller_modes_disabled
 from poptorch.enums import ConnectionType
 from poptorch.environment import logger
@@ -113,9 +114,9 @@ class PoplarExecutor(ReplicaState):
         else:
             self._upload_trained()
         with caller_modes_disabled(), Substitutions(), self._profiling.tracepoint("modelExecution"):
-            with device_fault.at_a_lost_peer():
+            with imitation.at_a_lost_peer():
                 result = program.run(tensors)
-            interpreter_lock.hold(interpreter_lock.CALL)
+            imitation.hold(CALL_S)
         host_state.mark_step(self._optimizer)
         return result
 
@@ -162,7 +163,7 @@ class PoplarExecutor(ReplicaState):
         self._uploaded = self._fetch_trained()
         program.upload()
         self._upload_replica_state()
-        interpreter_lock.hold(interpreter_lock.LOAD)
+        imitation.hold(LOAD_S)
 
     def detachFromDevice(self) -> None:
         """Fetch weights and optimizer state, and release the device. Raises Error unless compiled and attached.
@@ -344,7 +345,7 @@ class PoplarExecutor(ReplicaState):
         self._is_attached = self._options.connection_type != ConnectionType.Never
         if self._is_attached:
             self._upload_replica_state()
-            interpreter_lock.hold(interpreter_lock.LOAD)
+            imitation.hold(LOAD_S)
 
     def _fetch_trained(self) -> Tuple[int, ...]:
         """Make other executors that train these tensors fetch them, and return the versions that the host then has."""

@@ -13,9 +13,9 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Protocol, Tupl
 import torch
 from torch.utils._pytree import tree_map
 
-from poptorch.device.device_fault import check_usable
-from poptorch.device.memory import original_class
-from poptorch.device.program import Program, TrainingProgram
+from poptorch.device.compile.memory import original_class
+from poptorch.device.execute.imitation import check_usable
+from poptorch.device.execute.program import Program, TrainingProgram
 from poptorch.enums import CommGroupType, MeanReductionStrategy, VariableRetrievalMode
 from poptorch.errors import Error
 from poptorch.optim import Optimizer

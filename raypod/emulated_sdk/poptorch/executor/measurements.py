@@ -7,10 +7,10 @@ from typing import Dict, List, Optional, Tuple
 
 import torch
 
-from poptorch.device import device_fault
-from poptorch.device.arguments import CompiledInputs
-from poptorch.device.memory_estimate import IpuMemory, Stages
-from poptorch.device.program import MicroBatchTimes, Program
+from poptorch.device.compile.arguments import CompiledInputs
+from poptorch.device.compile.memory_estimate import IpuMemory, Stages, check_memory
+from poptorch.device.execute import imitation
+from poptorch.device.execute.program import MicroBatchTimes, Program
 from poptorch.errors import Error
 from poptorch.options import Options
 from poptorch.parallel.placement import Placement
@@ -44,7 +44,7 @@ class Measurements:
     def _compiled(self) -> Program:
         if self._program is None:
             raise Error("Model has not been compiled or has been destroyed. Call it, or compile(), first")
-        device_fault.check_usable()
+        imitation.check_usable()
         return self._program
 
     def emulatedMemoryFormat(self) -> str:
@@ -128,7 +128,7 @@ class Measurements:
         return (min(spans), max(spans), sum(spans) / len(spans)) if spans else (0.0, 0.0, 0.0)
 
     def getTensorNames(self) -> List[str]:
-        """Return the names of all tensors that `options.anchorTensor` accepts; see `poptorch.device.outputs`.
+        """Return the names of all tensors that `options.anchorTensor` accepts; see `poptorch.device.compile.anchors`.
 
         Raises AssertionError before the compilation.
         """
@@ -159,6 +159,7 @@ class Measurements:
         replicas: Optional[int] = None,
         stages: Optional[Stages] = None,
         is_pipelined: bool = True,
+        is_checked: bool = False,
     ) -> Tuple[IpuMemory, ...]:
         """Return an estimate of the memory of each IPU of a replica. Only the emulation has this method.
 
@@ -167,5 +168,9 @@ class Measurements:
             replicas: the replicas of this process, which share sharded tensors; default: those of the options.
             stages: the IPU of each stage, and the compiled stages that it consists of; default: the compiled ones.
             is_pipelined: whether such `stages` are a pipeline, else they are sharded.
+            is_checked: warn of an IPU whose memory does not suffice; in strict mode raise Error.
         """
-        return self._compiled().estimated_memory(micro_batch_factor, replicas, stages, is_pipelined)
+        memory = self._compiled().estimated_memory(micro_batch_factor, replicas, stages, is_pipelined)
+        if is_checked:
+            check_memory(memory)
+        return memory

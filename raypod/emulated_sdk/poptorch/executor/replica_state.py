@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional
 
-from poptorch.device.program import TrainingProgram
+from poptorch.device.execute.program import TrainingProgram
 from poptorch.errors import Error
 from poptorch.executor.measurements import Measurements
 from poptorch.options import Options

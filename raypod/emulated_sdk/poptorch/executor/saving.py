@@ -29,8 +29,8 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 
 import torch
 
-from poptorch.device.arguments import Arguments, ArgumentSpec
-from poptorch.device.memory import original_class
+from poptorch.device.compile.arguments import Arguments, ArgumentSpec
+from poptorch.device.compile.memory import original_class
 from poptorch.environment import VERSION, logger
 from poptorch.errors import Error, ModelFileError
 from poptorch.options import Options

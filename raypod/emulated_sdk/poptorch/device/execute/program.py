@@ -7,20 +7,22 @@ import time
 from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+from _pod.telemetry import is_inspection
 
 from poptorch.custom_operators.exchange import ReplicaExchange
-from poptorch.device import convolution, memory_format
-from poptorch.device.arguments import Arguments, BatchLayout, synthetic_inputs
-from poptorch.device.compilation import Trace, TraceSettings, is_inspection, trace
-from poptorch.device.memory import DeviceMemory
-from poptorch.device.memory_estimate import IpuMemory, Stages, Usage, check_memory, estimate_memory, merged
-from poptorch.device.numerics import rounds_stochastically
-from poptorch.device.operator_check import NeedsGradients
-from poptorch.device.outputs import FINAL_LOSS_SCALE, AnchorOutputs, OutputCollector, anchors_of, check_output_period
-from poptorch.device.replica import Forward, Replica, ReplicaThreads
-from poptorch.device.replica_groups import Groupings, ReplicaGroups, groups_of
-from poptorch.device.transaction import CallTransaction, NoTransaction, ReplicaBuffers
-from poptorch.device.weight_update import NoUpdate, WeightUpdate, device_groups, placement_of
+from poptorch.device.compile import memory_format
+from poptorch.device.compile.anchors import FINAL_LOSS_SCALE, anchors_of, check_output_period
+from poptorch.device.compile.arguments import Arguments, BatchLayout, synthetic_inputs
+from poptorch.device.compile.compilation import Trace, TraceSettings, trace
+from poptorch.device.compile.memory import DeviceMemory, Groupings, ReplicaGroups, groups_of
+from poptorch.device.compile.memory_estimate import IpuMemory, Stages, Usage, check_memory, estimate_memory, merged
+from poptorch.device.compile.operator_check import NeedsGradients
+from poptorch.device.execute.outputs import AnchorOutputs, OutputCollector
+from poptorch.device.execute.replica import Forward, Replica, ReplicaThreads
+from poptorch.device.execute.transaction import CallTransaction, NoTransaction, ReplicaBuffers
+from poptorch.device.execute.weight_update import NoUpdate, WeightUpdate, device_groups, placement_of
+from poptorch.device.kernels import convolution
+from poptorch.device.kernels.numerics import rounds_stochastically
 from poptorch.enums import MeanReductionStrategy
 from poptorch.errors import Error
 from poptorch.optimizers.device_optimizer import DeviceOptimizer

@@ -1,4 +1,4 @@
-"""What a call returns by output mode: the outputs, and anchored tensors, which are read by name (`anchorTensor`).
+"""The tensors of a model that can be read by name after a call (`anchorTensor`), and their recording in a forward.
 
 PopTorch's names of tensors depend on its compiler; the emulation's are similar:
 
@@ -16,81 +16,20 @@ several times in a forward, its last run counts.
 
 from __future__ import annotations
 
-import collections
 import functools
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Tuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from poptorch.device.arguments import BatchLayout
-from poptorch.device_mode import API_DTYPE
 from poptorch.enums import OutputMode
 from poptorch.errors import Error
 from poptorch.options import Options
 from poptorch.strict import reject
 
-_GRADIENT = "Gradient___"
-_UPDATED = "UpdatedVar___"
+GRADIENT = "Gradient___"
+UPDATED = "UpdatedVar___"
 FINAL_LOSS_SCALE = "finalLossScale"
-
-
-class OutputCollector:
-    """Collects the outputs that the output mode of a call returns.
-
-    Each replica's thread accesses its own list only.
-
-    Args:
-        mode: the output mode.
-        period: the device iterations between two outputs, for `OutputMode.EveryN`.
-        layout: the layout of the batch.
-        dtypes: the dtypes of the outputs at the API; None derives them from the dtypes on the device.
-    """
-
-    def __init__(
-        self, mode: OutputMode, period: int, layout: BatchLayout, dtypes: Optional[Sequence[torch.dtype]]
-    ) -> None:
-        self._mode = mode
-        self._period = period
-        self._layout = layout
-        self._dtypes = dtypes
-        self._collected: List[List[List[torch.Tensor]]] = [[] for _ in range(layout.replicas)]
-
-    def add(self, iteration: int, step: int, replica: int, outputs: List[torch.Tensor]) -> None:
-        """Add one micro-batch's detached outputs; the micro-batches of a replica come in order."""
-        collected = self._collected[replica]
-        if self._mode == OutputMode.Sum and collected:
-            collected[0] = [total + output for total, output in zip(collected[0], outputs)]
-        elif self._is_returned(iteration, step):
-            collected.append(outputs)
-
-    def assemble(self) -> List[torch.Tensor]:
-        """Return one tensor per output: the collected micro-batches in the order [iteration, step, replica]."""
-        dtypes = self._dtypes
-        if dtypes is None:
-            dtypes = [API_DTYPE.get(output.dtype, output.dtype) for output in self._collected[0][0]]
-        return [self._join(index, dtype) for index, dtype in enumerate(dtypes)]
-
-    def _is_returned(self, iteration: int, step: int) -> bool:
-        if self._mode == OutputMode.Final:
-            is_last_step = step == self._layout.accumulation_steps - 1
-            return is_last_step and iteration == self._layout.device_iterations - 1
-        if self._mode == OutputMode.EveryN:
-            return bool((iteration + 1) % self._period == 0)
-        return True
-
-    def _join(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        pieces = [outputs[index] for micro_batches in zip(*self._collected) for outputs in micro_batches]
-        result = _joined(pieces).to(dtype)
-        result.backward = _NO_BACKWARD  # type: ignore[method-assign]
-        return result
-
-
-def _joined(pieces: List[torch.Tensor]) -> torch.Tensor:
-    """Return one new contiguous tensor; a single scalar stays 0-d."""
-    if pieces[0].dim():
-        return torch.cat(pieces).contiguous()  # the pieces may be in another memory format
-    return torch.stack(pieces) if len(pieces) > 1 else pieces[0].clone()
 
 
 def check_output_period(mode: OutputMode, period: int, device_iterations: int) -> None:
@@ -104,27 +43,6 @@ def check_output_period(mode: OutputMode, period: int, device_iterations: int) -
             f"The period {period} of OutputMode.EveryN is no factor of the {device_iterations} device iterations.",
             "options",
         )
-
-
-class _NoBackward:
-    """The `backward` of every output: raises Error."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise Error(
-            "backward() cannot be called explicitly on outputs of a PopTorch model. If you're using a "
-            "trainingModel, the backwards pass is performed automatically when invoking the model. If you're using an "
-            "inferenceModel, you should use a trainingModel instead."
-        )
-
-    def __deepcopy__(self, memo: Dict[int, Any]) -> _NoBackward:
-        return self
-
-    def __reduce__(self) -> Any:
-        # A saved output must load without poptorch and with `torch.load(weights_only=True)`, which allows this global.
-        return collections.OrderedDict, ()
-
-
-_NO_BACKWARD = _NoBackward()
 
 
 class Anchor(NamedTuple):
@@ -155,7 +73,7 @@ def anchors_of(options: Options, names: Sequence[str]) -> List[Anchor]:
 
 
 def _candidates(long_name: str) -> Tuple[str, ...]:
-    prefix = next((prefix for prefix in (_GRADIENT, _UPDATED) if long_name.startswith(prefix)), "")
+    prefix = next((prefix for prefix in (GRADIENT, UPDATED) if long_name.startswith(prefix)), "")
     bare = long_name[len(prefix) :]
     without = bare[len("model.") :] if bare.startswith("model.") else bare
     return long_name, prefix + without
@@ -183,13 +101,13 @@ class AnchorRecorder:
         """Begin a forward on these inputs, which are copies of the host's."""
         self.end()
         for name, tensor in zip(names, tensors):
-            if _GRADIENT + name in self._anchored and tensor.is_floating_point():
+            if GRADIENT + name in self._anchored and tensor.is_floating_point():
                 tensor.requires_grad_()
             self._record(name, tensor)
         for name, parameter in self._module.named_parameters():
             self._record(name, parameter)
             if parameter.requires_grad and torch.is_grad_enabled():
-                self._names[_UPDATED + name] = None
+                self._names[UPDATED + name] = None
         for name, buffer in self._module.named_buffers():
             self._record(name, buffer)
 
@@ -215,7 +133,7 @@ class AnchorRecorder:
         return record_outputs
 
     def _record(self, name: str, tensor: torch.Tensor) -> None:
-        gradient = _GRADIENT + name
+        gradient = GRADIENT + name
         is_differentiable = tensor.is_floating_point() and torch.is_grad_enabled()
         self._names.update(dict.fromkeys((name, gradient) if is_differentiable else (name,)))
         if name in self._anchored:
@@ -233,45 +151,6 @@ class AnchorRecorder:
 
     def _record_gradient(self, name: str, value: torch.Tensor) -> None:
         self._values[name] = value.detach().clone()
-
-
-class Scales(NamedTuple):
-    """The loss scaling, and the factor from the gradients of the emulation to those of a micro-batch's loss."""
-
-    loss: float
-    gradient: float
-
-
-class AnchorOutputs:
-    """Collects the anchored tensors of one call, each by the output mode of its anchor."""
-
-    def __init__(self, anchors: Sequence[Anchor], layout: BatchLayout) -> None:
-        self._collectors = [(anchor, OutputCollector(anchor.mode, anchor.period, layout, None)) for anchor in anchors]
-        self._layout = layout
-
-    def add(self, iteration: int, step: int, replica: int, recorder: AnchorRecorder, scales: Scales) -> None:
-        """Add one micro-batch's tensors."""
-        for anchor, collector in self._collectors:
-            if anchor.name.startswith(_UPDATED):
-                continue
-            is_scale = anchor.name == FINAL_LOSS_SCALE
-            tensor = torch.tensor(scales.loss) if is_scale else recorder.value(anchor.name)
-            is_scaled = anchor.name.startswith(_GRADIENT) and scales.gradient != 1.0
-            collector.add(iteration, step, replica, [tensor * scales.gradient if is_scaled else tensor])
-        recorder.end()
-
-    def add_updated(self, iteration: int, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Add the parameters after the update of an iteration, the same for all its micro-batches."""
-        for anchor, collector in self._collectors:
-            if anchor.name.startswith(_UPDATED):
-                value = parameters[anchor.name[len(_UPDATED) :]].detach().clone()
-                for replica in range(self._layout.replicas):
-                    for step in range(self._layout.accumulation_steps):
-                        collector.add(iteration, step, replica, [value])
-
-    def assemble(self) -> Dict[str, torch.Tensor]:
-        """Return one tensor for every short name."""
-        return {anchor.short_name: collector.assemble()[0] for anchor, collector in self._collectors}
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import inspect
-from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
+from _pod.telemetry import is_inspection
 
-from poptorch.device.arguments import Arguments
-from poptorch.device.half import HalfMode
-from poptorch.device.memory import ReplicaMemory
-from poptorch.device.numerics import DrawKernelDetector, detect_random
-from poptorch.device.operator_check import NeedsGradients, OperatorCheck, needs_gradients
-from poptorch.device.outputs import AnchorRecorder
+from poptorch.device.compile.anchors import AnchorRecorder
+from poptorch.device.compile.arguments import Arguments
+from poptorch.device.compile.memory import ReplicaMemory
+from poptorch.device.compile.operator_check import NeedsGradients, OperatorCheck, needs_gradients
+from poptorch.device.kernels.half import HalfMode
+from poptorch.device.kernels.numerics import DrawKernelDetector, detect_random
 from poptorch.device_mode import API_DTYPE, DeviceMode, to_device
 from poptorch.enums import OverlapMode
 from poptorch.errors import Error
@@ -26,8 +25,6 @@ from poptorch.parallel.placement import Placement, Sizes, place
 from poptorch.parallel.tracing import StageRecorder
 from poptorch.python_state import Changes, TracedState
 from poptorch.pytree import TreeSpec, flatten
-
-_IS_INSPECTION = contextvars.ContextVar("_IS_INSPECTION", default=False)
 
 
 class TraceSettings(NamedTuple):
@@ -80,21 +77,6 @@ class Trace(NamedTuple):
     overlapped: FrozenSet[str]
     tensor_names: Tuple[str, ...]
     activations: Tuple[StageActivations, ...]
-
-
-@contextlib.contextmanager
-def inspection() -> Iterator[None]:
-    """Context of compiling models that never run: no backward pass is tried, and their memory is not judged."""
-    token = _IS_INSPECTION.set(True)
-    try:
-        yield
-    finally:
-        _IS_INSPECTION.reset(token)
-
-
-def is_inspection() -> bool:
-    """Return whether a model that is compiled never runs."""
-    return _IS_INSPECTION.get()
 
 
 def trace(

@@ -19,8 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from poptorch.device import winograd
-from poptorch.device.gradient_accumulation import accumulates
+from poptorch.device.kernels import accumulates, are_enabled, winograd
 
 # Weights per output position from which a product is faster (measured on one core with AVX-512, fp32).
 _WEIGHTS_PER_POSITION = 2048
@@ -61,9 +60,10 @@ def _axis(size: int, kernel: int, stride: int, padding: int) -> _Axis:
 def specialize(module: nn.Module) -> None:
     """Let the 2-D convolutions of a replica's module choose their kernel, also in submodules.
 
-    Those with groups, dilation or another padding than zeros keep torch's, and so do subclasses.
+    Those with groups, dilation or another padding than zeros keep torch's, and so do subclasses, and all if
+    EMULATED_POD_KERNELS switches the device's kernels off.
     """
-    for each in module.modules():
+    for each in module.modules() if are_enabled() else ():
         if type(each) is nn.Conv2d and _is_plain(each):
             each._conv_forward = types.MethodType(_conv_forward, each)  # type: ignore[method-assign]
 

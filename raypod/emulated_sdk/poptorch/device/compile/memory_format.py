@@ -12,11 +12,11 @@ import os
 from typing import Callable, Dict, FrozenSet, Mapping, Tuple, TypeVar
 
 import torch
+from _pod.activation import MEMORY_FORMAT as VARIABLE
 
-from poptorch.device.compilation import Trace
+from poptorch.device.compile.compilation import Trace
 from poptorch.errors import Error
 
-VARIABLE = "EMULATED_POD_MEMORY_FORMAT"
 AUTO, CONTIGUOUS, CHANNELS_LAST = "auto", "contiguous", "channels_last"
 _Memory = TypeVar("_Memory")
 # Weights in 2-D convolutions from which `auto` chooses channels_last. Smaller models gain nothing (measured on one

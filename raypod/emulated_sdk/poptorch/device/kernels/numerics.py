@@ -14,8 +14,7 @@ from typing import Any, Callable, Iterator, List, Optional, Tuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from poptorch.device.half import round_stochastically
-from poptorch.device.memory import DeviceMemory
+from poptorch.device.kernels.half import round_stochastically
 from poptorch.options import Options
 
 # torch's CPU generator belongs to the process, so forwards that draw numbers run one after the other.
@@ -91,8 +90,14 @@ class HalfWeights:
     replica has run, so they are the same in every process and after a restart.
     """
 
-    def __init__(self, memory: DeviceMemory, options: Options, count_micro_batches: Callable[[], int]) -> None:
-        self._weights = memory.half_weights
+    def __init__(
+        self,
+        weights: List[Tuple[torch.Tensor, torch.Tensor]],
+        options: Options,
+        count_micro_batches: Callable[[], int],
+    ) -> None:
+        """`weights`: each with its float32 copy."""
+        self._weights = weights
         self._is_stochastic = rounds_stochastically(options)
         self._seed = int(options.random_seed) if options.exists("random_seed") else 0
         self._count_micro_batches = count_micro_batches

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from poptorch.device.gradient_accumulation import accumulates
+from poptorch.device.kernels import accumulates
 
 _OUT, _IN = 4, 6  # sizes of an output and of an input tile
 # Measured on one core with AVX-512: fewer tiles do not pay for the transformation of the weights, fewer channels not

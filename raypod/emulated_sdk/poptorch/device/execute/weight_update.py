@@ -14,17 +14,16 @@ from typing import Any, Callable, Deque, Dict, FrozenSet, List, Optional, Tuple
 
 import numpy as np
 import torch
-from _pod import spans
+from _pod import telemetry
 from _pod.gradient_sum import GradientSum, Placement
 
 from poptorch import moving_averages
-from poptorch.device.gradient_accumulation import Accumulating
-from poptorch.device.memory import DeviceMemory
-from poptorch.device.numerics import HalfAccumulator, HalfWeights, LossScaleUpdates
-from poptorch.device.outputs import Scales
-from poptorch.device.replica import ReplicaThreads
-from poptorch.device.replica_groups import stacked
-from poptorch.device.transaction import ReplicaBuffers
+from poptorch.device.compile.memory import DeviceMemory, stacked
+from poptorch.device.execute.outputs import Scales
+from poptorch.device.execute.replica import ReplicaThreads
+from poptorch.device.execute.transaction import ReplicaBuffers
+from poptorch.device.kernels import Accumulating
+from poptorch.device.kernels.numerics import HalfAccumulator, HalfWeights, LossScaleUpdates
 from poptorch.enums import MeanReductionStrategy, ReductionType
 from poptorch.errors import Error
 from poptorch.optimizers.device_optimizer import DeviceOptimizer
@@ -86,7 +85,7 @@ class WeightUpdate(NoUpdate):
         self._memory = memory
         self._buffers = buffers
         placement = placement_of(options)
-        self._half_weights = HalfWeights(memory, options, count_micro_batches)
+        self._half_weights = HalfWeights(memory.half_weights, options, count_micro_batches)
         self._accumulators = _half_accumulators(memory, optimizer.hyperparameters, options)
         self.loss_terms, self._gradient_terms = _terms(options, placement, self._accumulators, has_half)
         names = [name for name, parameter in optimizer.parameters.items() if parameter.requires_grad]
@@ -198,7 +197,7 @@ class WeightUpdate(NoUpdate):
     def _reduce(self, gradient_sum: GradientSum, is_last: bool) -> List[float]:
         """Set the sums as gradients of replica 0, whose parameters the optimizer updates; return `_counts` of all."""
         with torch.no_grad():
-            with spans.measured("sum the gradients", "reduction"):
+            with telemetry.span("sum the gradients", "reduction"):
                 *sums, replicas, changed = gradient_sum(
                     [
                         [

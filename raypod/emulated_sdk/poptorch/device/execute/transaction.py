@@ -16,8 +16,8 @@ import torch
 from _pod.gradient_sum import Placement
 from _pod.wires import as_bytes
 
-from poptorch.device.memory import DeviceMemory
-from poptorch.device.replica import Replica
+from poptorch.device.compile.memory import DeviceMemory
+from poptorch.device.execute.replica import Replica
 from poptorch.errors import Error
 from poptorch.optimizers.device_optimizer import DeviceOptimizer
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+import threading
 import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
+from _pod import telemetry
+from _pod.activation import REPLICA_CPUS, REPLICAS_AT_A_TIME
 from torch.overrides import _get_current_function_mode_stack
 
-from poptorch.device.arguments import Arguments
-from poptorch.device.compilation import Trace
-from poptorch.device.half import HalfMode
-from poptorch.device.memory import ReplicaMemory
-from poptorch.device.numerics import device_random, mixed_seed
-from poptorch.device.outputs import AnchorRecorder
+from poptorch.device.compile.anchors import AnchorRecorder
+from poptorch.device.compile.arguments import Arguments
+from poptorch.device.compile.compilation import Trace
+from poptorch.device.compile.memory import ReplicaMemory
+from poptorch.device.kernels.half import HalfMode
+from poptorch.device.kernels.numerics import device_random, mixed_seed
 from poptorch.device_mode import DeviceMode, OnDevice, to_device
 from poptorch.errors import Error
 from poptorch.python_state import ReplicaObjects
@@ -220,6 +223,7 @@ class _ThreadState:
         # For example the default device. The mode objects are shared: entering them again would change them.
         self._modes: List[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._threads = torch.get_num_threads()
+        self._caller = threading.get_ident()
 
     def run(self, work: Callable[[int], None], replica: int) -> None:
         """Run `work(replica)` in the present thread with this state."""
@@ -228,7 +232,8 @@ class _ThreadState:
         for mode in self._modes:
             torch._C._push_on_torch_function_stack(mode)
         try:
-            work(replica)
+            with telemetry.working_for(self._caller):
+                work(replica)
         finally:
             for _ in self._modes:
                 torch._C._pop_torch_function_stack()
@@ -243,18 +248,18 @@ def _begin_thread(threads: int, cpus: List[int]) -> None:
 
 def _at_a_time() -> int:
     """Return how many replicas compute at the same time: by default as many as there are usable cores."""
-    text = os.environ.get("EMULATED_POD_REPLICAS_AT_A_TIME")
+    text = os.environ.get(REPLICAS_AT_A_TIME)
     if text is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not text.isdigit() or int(text) < 1:
-        raise Error(f"EMULATED_POD_REPLICAS_AT_A_TIME={text}: must be a whole number, 1 or more")
+        raise Error(f"{REPLICAS_AT_A_TIME}={text}: must be a whole number, 1 or more")
     return int(text)
 
 
 def _replica_cpus() -> List[List[int]]:
     """Return the CPUs of each thread in which replicas run; [] if the threads are not bound."""
-    text = os.environ.get("EMULATED_POD_REPLICA_CPUS", "")
+    text = os.environ.get(REPLICA_CPUS, "")
     try:
         return [[int(cpu) for cpu in part.split(",")] for part in text.split(";")] if text else []
     except ValueError:
-        raise Error(f"EMULATED_POD_REPLICA_CPUS={text}: must be lists of CPUs, as in 0,1;2,3") from None
+        raise Error(f"{REPLICA_CPUS}={text}: must be lists of CPUs, as in 0,1;2,3") from None

@@ -1,0 +1,1 @@
+"""How a compiled program runs: its micro-batches on all replicas, and the weight updates."""
