@@ -23,6 +23,7 @@ from raypod.checkpoint import digest
 from raypod.checkpoint.format import Manifest, Retention
 from raypod.checkpoint.transfer import CheckpointReceiver
 from raypod.host import files
+from raypod.host.folders import create_folder
 from raypod.plan.layout import CHECKPOINTS
 
 FOLDER = "~/.raypod/copies"
@@ -90,7 +91,8 @@ class CopyReceiver:
         Raises:
             OSError: the folder cannot be written.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            create_folder(self._folder)
         shared = [other for other in others if self._path_of(other).exists()]
         if shared:
             return Opened(None, shared[0])
@@ -104,7 +106,7 @@ class CopyReceiver:
     def begin(self, update: int) -> None:
         """Begin the copy of a checkpoint; discard one that was not completed. Its tensor files come first."""
         self.discard()
-        self._partial.mkdir(parents=True)
+        create_folder(self._partial)
         self._checkpoint = CheckpointReceiver(str(self._partial / CHECKPOINTS))
         self._checkpoint.begin(update)
 

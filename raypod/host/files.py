@@ -126,9 +126,11 @@ def remove_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder, but not its parents, unless it exists."""
+    """Create a folder durably, but not its parents, unless it exists."""
     held_folder.check(path)
-    path.mkdir(exist_ok=True)
+    if not path.is_dir():
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
 
 
 def open_to_append(path: Path) -> int:

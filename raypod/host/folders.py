@@ -7,11 +7,13 @@ import itertools
 from pathlib import Path
 from typing import List, Sequence
 
+from raypod.host.files import sync_folder
+
 _ATTEMPTS = 20
 
 
 def create_folder(path: Path) -> List[Path]:
-    """Create a folder and its missing parents; return the folders that this call has created, `path` last.
+    """Create a folder and its missing parents durably; return the folders that this call has created, `path` last.
 
     Atomic: of several processes that create the same folder, one succeeds.
 
@@ -50,6 +52,9 @@ def _create(path: Path, created: List[Path]) -> None:
                 remove_empty(created)
                 raise
     created.append(path)
+    for folder in created:
+        with contextlib.suppress(PermissionError):  # a folder that this user may write to, but not read
+            sync_folder(folder.parent)
 
 
 def remove_empty(folders: Sequence[Path]) -> None:

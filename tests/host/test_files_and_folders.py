@@ -15,6 +15,14 @@ from raypod.errors import WaitTimedOut
 from raypod.host import files
 from raypod.host.folders import create_folder, create_numbered_folder, remove_empty
 from raypod.host.private import make_private
+from tests.support.faulty_disks import FlushedFiles
+
+
+def test_a_created_folder_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = FlushedFiles(monkeypatch)
+    created = create_numbered_folder(tmp_path / "runs" / "run")
+    files.make_folder(created[-1] / "checkpoints")
+    assert [path for path in (*created, created[-1] / "checkpoints") if flushed.size_of(path.parent) is None] == []
 
 
 def test_a_replaced_file_has_its_new_content_and_leaves_nothing_else(tmp_path: Path) -> None:
