@@ -1,7 +1,7 @@
 """The end of a run whose run folder no longer takes its state: the newest one goes to `--storage-path` and to copies.
 
-The coordinator saves it in a folder on another disk of this host (`coordinator/elsewhere.py`). Here that gets the files
-with which a run continues, and is passed on while the instances still run.
+The coordinator saves it in a folder on another disk of this host (`coordinator/kept_state.py`). Here that gets the
+files with which a run continues, and is passed on while the instances still run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing_extensions import Protocol
 
 from raypod.cli import shortened
 from raypod.coordinator.checkpoint_copies import CheckpointCopies
-from raypod.coordinator.elsewhere import Elsewhere
+from raypod.coordinator.kept_state import Elsewhere
 from raypod.errors import RaypodError
 from raypod.events import CheckpointSaved, Event
 from raypod.host.files import replace_file, strict_json

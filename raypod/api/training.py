@@ -16,9 +16,8 @@ from raypod.api.rescue import Part, Rescue
 from raypod.checkpoint import resume, weights_file
 from raypod.coordinator import coordinator
 from raypod.coordinator.checkpoint_copies import CheckpointCopies
-from raypod.coordinator.early_stopping import early_stop
-from raypod.coordinator.elsewhere import Elsewhere
-from raypod.coordinator.stop import Stop, deadline_of
+from raypod.coordinator.kept_state import Elsewhere
+from raypod.coordinator.stop import Stop, deadline_of, early_stop
 from raypod.errors import (
     ConfigError,
     DataUnreadable,

@@ -19,7 +19,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Collection, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from raypod.checkpoint import digest
+from raypod.checkpoint import format
 from raypod.checkpoint.format import Manifest, Retention
 from raypod.checkpoint.transfer import CheckpointReceiver
 from raypod.host import files
@@ -194,4 +194,4 @@ class CopyReceiver:
         path = self._partial / name
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        return {"size_bytes": path.stat().st_size, "sha256": digest.digest_of_file(path, digest.SHA256)}
+        return {"size_bytes": path.stat().st_size, "sha256": format.digest_of_file(path, format.SHA256)}

@@ -11,8 +11,8 @@ from torch import nn
 
 from raypod.checkpoint import tensors, torch_file
 from raypod.errors import CheckpointDamaged, ConfigError
-from raypod.plan.patterns import check_all_match, matches
 from raypod.plan.user_code import reported
+from raypod.plan.values import check_all_match, matches
 
 _NESTED = ("state_dict", "model")  # under which training scripts keep the state dict
 _COUNTER = "num_batches_tracked"  # of BatchNorm; without effect, and absent from some files

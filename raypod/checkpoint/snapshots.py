@@ -22,8 +22,8 @@ from raypod.checkpoint.format import Manifest
 from raypod.checkpoint.resume import record_memory_format
 from raypod.checkpoint.transfer import Server
 from raypod.events import SaveReport
+from raypod.host.activity_record import anonymous_file, path_of
 from raypod.host.process import process_start_ticks
-from raypod.host.shared_memory import anonymous_file, path_of
 from raypod.plan.plan import Plan
 from raypod.plan.run_section import SNAPSHOTS_KEPT
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ContextManager, Iterator, List, Optional, Tuple, Union
 
-from raypod.checkpoint import digest
+from raypod.checkpoint import format
 from raypod.checkpoint.format import (
     Checkpoint,
     FileRecord,
@@ -271,8 +271,8 @@ def _sha256_line(text: bytes) -> bytes:
 def _verify_hash(path: Path, name: str, record: FileRecord) -> None:
     """Check the hash of a file of a checkpoint. CheckpointDamaged if it does not match or the file cannot be read."""
     try:
-        found = digest.digest_of_file(path / name, record.algorithm)
+        found = format.digest_of_file(path / name, record.algorithm)
     except OSError as error:
         raise CheckpointDamaged(str(path / name), error.strerror or str(error)) from None
     if found != record.digest:
-        raise CheckpointDamaged(str(path), f"the {digest.TITLES[record.algorithm]} of {name} does not match {MANIFEST}")
+        raise CheckpointDamaged(str(path), f"the {format.TITLES[record.algorithm]} of {name} does not match {MANIFEST}")

@@ -15,7 +15,7 @@ from typing import Any, Deque, Dict, Generator, Iterator, List, Tuple, Union
 
 from typing_extensions import Protocol
 
-from raypod.checkpoint import digest, storage
+from raypod.checkpoint import format, storage
 from raypod.checkpoint.format import TENSOR_FILES, Checkpoint, FileRecord, Manifest, Retention
 from raypod.errors import CheckpointDamaged
 from raypod.host.files import NewFile, new_file
@@ -147,7 +147,7 @@ def fetch(server: Server, checkpoint: Checkpoint, folder: Path, timeout_s: float
     """
     requests = Requests(server, timeout_s)
     for name, record in checkpoint.manifest.files.items():
-        hashed, size_bytes = digest.new_digest(record.algorithm), 0
+        hashed, size_bytes = format.new_digest(record.algorithm), 0
         with new_file(folder / _checked(name)) as file:
             for data in _chunks(requests, name, record):
                 file.write(data)

@@ -7,33 +7,33 @@ coordinator performs no collective and no file operation.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Dict, Generator, Iterator, List, Optional, Sequence, cast
+from typing import Dict, Generator, Iterator, List, Optional, Sequence, Set, Union, cast
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
 from raypod.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
-from raypod.coordinator.disk_wait import DiskWait
-from raypod.coordinator.early_stopping import early_stop
 from raypod.coordinator.elastic import Elastic, resize_at_start, start
-from raypod.coordinator.elsewhere import Elsewhere
 from raypod.coordinator.evaluated import combined
-from raypod.coordinator.instance_warnings import InstanceWarnings
-from raypod.coordinator.kept_state import KeptState
+from raypod.coordinator.kept_state import Elsewhere, KeptState
 from raypod.coordinator.recovery import FailurePolicy, Recovery, begin
 from raypod.coordinator.same_data import check_same_data
 from raypod.coordinator.snapshots import Snapshots
-from raypod.coordinator.stop import Stop, stop_on_signal
+from raypod.coordinator.stop import Stop, early_stop, stop_on_signal
 from raypod.errors import CheckpointNotSaved, RaypodError
 from raypod.events import (
+    CallReport,
+    CheckpointFailed,
     EvaluationDone,
     EvaluationReport,
     Event,
     InstanceStarted,
+    InstanceWarned,
     PhaseBegun,
     RunEnded,
     RunStarted,
@@ -47,6 +47,8 @@ from raypod.record.origin import origin_of
 
 Events = Generator[Event, None, None]
 _RECENT_S = 5.0  # age of a heartbeat, one per second, that still shows what its instance does
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # before the next attempt
+_POLL_S = 0.2  # for a signal
 
 
 def run(
@@ -334,3 +336,59 @@ def _run_started(
     steps = (*fleet.start_seconds, *((f"in the instances: {what}", value) for what, value in slowest.items()))
     facts = (first.device, first.device_line, first_update, first.parameters)
     return RunStarted(*facts, steps, generation, tuple(started), origin_of(plan))
+
+
+class DiskWait:
+    """The attempts to write one checkpoint. A requested stop ends the run without a further attempt."""
+
+    def __init__(self, schedule: CheckpointSchedule, stop: Stop, limit_s: float) -> None:
+        """`limit_s` is the time from the first failure to the end of the run."""
+        self._schedule, self._stop, self._limit_s = schedule, stop, limit_s
+        self._deadline_s: Optional[float] = None
+        self._pause_s = _FIRST_PAUSE_S
+
+    def save(self, fleet: Fleet, update: int) -> Iterator[Event]:
+        """Write the state after `update` updates, unless that is begun, and wait until it is written.
+
+        Raises:
+            CheckpointNotSaved: it cannot be written within the time, or its error is not one of the disk.
+        """
+        yield PhaseBegun("saving", update)
+        while True:
+            yield from self._schedule.begin(fleet, update)
+            for event in self._schedule.finish(fleet):
+                if not isinstance(event, CheckpointFailed) or event.update != update:
+                    yield event
+                elif self._deadline_s is None and not self._stop.requested:
+                    yield dataclasses.replace(event, waits_s=self._limit_s)
+            if self._schedule.failed is None:
+                return
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait before the next attempt, each time longer. CheckpointNotSaved if the time is over."""
+        now_s = time.monotonic()
+        if self._deadline_s is None:
+            self._deadline_s = now_s + self._limit_s
+        if self._stop.requested or now_s >= self._deadline_s:
+            raise self._schedule.not_saved(now_s - self._deadline_s + self._limit_s)
+        ends_s = min(now_s + self._pause_s, self._deadline_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        while time.monotonic() < ends_s and not self._stop.requested:
+            time.sleep(min(_POLL_S, max(0.0, ends_s - time.monotonic())))
+
+
+class InstanceWarnings:
+    """Yields each warning of a run once: an instance that replaces another one warns again."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._known: Set[str] = set()
+
+    def new_in(self, reports: Sequence[Union[CallReport, EvaluationReport]]) -> Iterator[InstanceWarned]:
+        """Yield the warnings of reports that no earlier report had."""
+        for report in reports:
+            for text in report.warnings:
+                if text not in self._known:
+                    self._known.add(text)
+                    yield InstanceWarned(report.instance, text, self._plan.log_file(report.instance))

@@ -1,4 +1,4 @@
-"""Requests to stop a run: by a signal, by the caller, because Ray drains a host, or because of a preemption.
+"""What stops a run early: a signal, the caller, a host that Ray drains, a preemption, or evaluations without progress.
 
 A preemption is announced by SIGUSR1, and by SIGTERM if one of the `--preemption` flags is given. With
 `--preemption-grace-s` the process ends within that time, at the latest by `Stop.end_now`.
@@ -7,18 +7,29 @@ A preemption is announced by SIGUSR1, and by SIGTERM if one of the `--preemption
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
 import time
 from types import FrameType
-from typing import Callable, Collection, Iterator, NoReturn, Optional
+from typing import Callable, Collection, Iterable, Iterator, NoReturn, Optional
 
 from raypod.cli import INTERRUPTED
 from raypod.errors import Preempted, summarize_exception
+from raypod.events import EvaluationDone, StoppedEarly
 from raypod.host.abort import abort
-from raypod.host.signal_deadline import SignalDeadline, time_to_end
-from raypod.host.signals import SignalFilter, cancel_abort, leave_terminal, preemption_signals, stop_signals
+from raypod.host.signals import (
+    SignalDeadline,
+    SignalFilter,
+    cancel_abort,
+    leave_terminal,
+    preemption_signals,
+    stop_signals,
+    time_to_end,
+)
+from raypod.plan.metric import Metric
+from raypod.plan.plan import Plan
 from raypod.plan.run_section import RunSection
 
 _RECORDING_S = 0.3  # for the files to record the end: a disk that hangs must not keep the process from ending in time
@@ -216,3 +227,37 @@ def deadline_of(stop: Stop) -> Iterator[None]:
         finally:
             deadline.close()
             stop.has_deadline = False
+
+
+def early_stop(plan: Plan, evaluations: Iterable[EvaluationDone]) -> Optional[StoppedEarly]:
+    """Return how the evaluations end a run before its last update; None if they do not.
+
+    Only the evaluations of `--evaluate-every` count: a run that was resumed may have others, of its earlier ends.
+    """
+    patience = plan.patience
+    if patience is None:
+        return None
+    every = (plan.config.training.evaluate_every or 1) * plan.updates_per_epoch
+    counted = [each for each in evaluations if each.update % every == 0 and each.update < plan.total_updates]
+    return first_stop(plan.early_stopping_metric, patience, counted)
+
+
+def first_stop(metric: Metric, patience: int, evaluations: Iterable[EvaluationDone]) -> Optional[StoppedEarly]:
+    """Return the first point after which `patience` evaluations in a row were not better than the best before them.
+
+    NaN is the worst value, and so is infinity: `evaluations.jsonl`, from which a resumed run decides, has no infinity.
+    """
+    best: Optional[EvaluationDone] = None
+    without_improvement = 0
+    for each in sorted(evaluations, key=lambda evaluation: evaluation.update):
+        if best is None or metric.is_better(*(_recorded(one.metrics[metric.name]) for one in (each, best))):
+            best, without_improvement = each, 0
+            continue
+        without_improvement += 1
+        if without_improvement == patience:
+            return StoppedEarly(each.update, metric.name, patience, best.update, _recorded(best.metrics[metric.name]))
+    return None
+
+
+def _recorded(value: float) -> float:
+    return value if math.isfinite(value) else math.nan

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from raypod.datasets.pixel_limit import check_pixels, open_image
-from raypod.datasets.pixels import eight_bit
+from raypod.datasets.pixels import check_pixels, eight_bit, open_image
 from raypod.errors import ConfigError
 from raypod.host import torchvision_import
 from raypod.plan.config import MAX_IMAGE_PIXELS, DataSection

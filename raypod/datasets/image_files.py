@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, FrozenSet, Iterator, List
 import numpy as np
 from typing_extensions import Protocol
 
-from raypod.datasets.pixel_limit import TooManyPixels
-from raypod.datasets.pixels import lost_of
+from raypod.datasets.pixels import TooManyPixels, lost_of
 from raypod.datasets.shards import checksum_of_sample
 from raypod.errors import as_utf8
 

@@ -10,8 +10,7 @@ import torch
 
 from raypod.datasets.arrays import Splits
 from raypod.datasets.image_files import KINDS, ImageFiles, ImageWalk
-from raypod.datasets.pixel_limit import open_image
-from raypod.datasets.pixels import eight_bit
+from raypod.datasets.pixels import eight_bit, open_image
 from raypod.datasets.transforms import resize
 from raypod.errors import ConfigError
 from raypod.plan import user_code

@@ -9,7 +9,7 @@ from typing import Any, Dict, Optional
 
 from raypod.fleet.ray_nodes import alive_nodes
 from raypod.fleet.ray_reservation import node_affinity
-from raypod.host.cpp_exception import last_exception, last_fault
+from raypod.host.last_line import last_exception, last_fault
 from raypod.instance.process import log_header
 from raypod.plan.plan import Plan
 

@@ -16,13 +16,11 @@ from raypod.checkpoint.resume import way_to_continue
 from raypod.cli import counted
 from raypod.events import CallReport, ClockReading, EvaluationReport, HeartbeatReport, InstanceStarted
 from raypod.fleet.base import Beat, Family, FleetBroken, Labels, failure_of
-from raypod.fleet.ray_clocks import read_clocks
-from raypod.fleet.ray_metrics import RayMetrics
-from raypod.fleet.ray_nodes import draining_hosts, host_name, match_hosts, peers_of, wait_for_nodes
+from raypod.fleet.ray_nodes import draining_hosts, host_name, match_hosts, peers_of, read_clocks, wait_for_nodes
 from raypod.fleet.ray_replace import ProcessKiller, Replacements
 from raypod.fleet.ray_reservation import Reservation, reserve
 from raypod.fleet.ray_room import HostRoom
-from raypod.fleet.ray_server import RayServer, serve_here, serve_on
+from raypod.fleet.ray_server import RayMetrics, RayServer, serve_here, serve_on
 from raypod.fleet.ray_session import RaySession
 from raypod.fleet.ray_standby import Standbys
 from raypod.fleet.ray_watch import Requests, Watch

@@ -15,10 +15,10 @@ import signal
 import struct
 import time
 import zlib
-from typing import NamedTuple, Optional
+from pathlib import Path
+from typing import IO, NamedTuple, Optional
 
 from raypod.host.process import cpu_seconds_of_thread, is_stopped, process_start_ticks
-from raypod.host.shared_memory import anonymous_file, path_of
 
 _FIELDS = struct.Struct("<d q d q 80s")  # since, calls, slowest call, thread, activity
 _CHECKSUM = struct.Struct("<I")
@@ -108,3 +108,13 @@ def stacks(identity: Identity) -> str:
             file.seek(before)
             return file.read(_STACK_BYTES).decode(errors="replace")
     return ""
+
+
+def anonymous_file(name: str) -> IO[bytes]:
+    """Return a new file without a buffer. It ends with this process, however that ends; `name` is for `ls /proc`."""
+    return os.fdopen(os.memfd_create(name), "r+b", buffering=0)
+
+
+def path_of(pid: int, descriptor: int) -> Path:
+    """Return the path by which other processes of the same user open a file of process `pid`."""
+    return Path(f"/proc/{pid}/fd/{descriptor}")

@@ -2,7 +2,7 @@
 
 Files that are replaced or renamed are complete or absent after a kill or a power loss: their content is flushed to disk
 before the rename, and the folder entry after it. Nothing is written where a folder that this process holds was before
-its disk was unmounted: OSError of `held_folder.check`.
+its disk was unmounted: OSError of `folders.check`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Optional, Union
 
 from raypod.errors import WaitTimedOut
-from raypod.host import held_folder
+from raypod.host import folders
 
 _CHUNK_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # of linux/fs.h
@@ -52,7 +52,7 @@ class NewFile:
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[NewFile]:
     """Create a file; it is flushed to disk at the end of the block. FileExistsError if it exists."""
-    held_folder.check(path)
+    folders.check(path)
     descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     written = flushed = 0
 
@@ -86,7 +86,7 @@ def keep_beginning(path: Path, size: int) -> None:
 
 def _replace(path: Path, content: Iterable[bytes]) -> None:
     """Set the content of a file atomically to that of all parts."""
-    held_folder.check(path)
+    folders.check(path)
     partial = path.with_name(path.name + ".partial")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(str(partial))  # noqa: PTH108 - tests inject faults into these functions of os
@@ -103,14 +103,14 @@ def _replace(path: Path, content: Iterable[bytes]) -> None:
 
 def rename_file(source: Path, target: Path) -> None:
     """Rename a complete file, which replaces `target`, durably."""
-    held_folder.check(target)
+    folders.check(target)
     os.replace(str(source), str(target))  # noqa: PTH105
     sync_folder(target.parent)
 
 
 def rename_folder(source: Path, target: Path) -> None:
     """Rename a complete folder durably."""
-    held_folder.check(target)
+    folders.check(target)
     sync_folder(source)
     os.rename(str(source), str(target))  # noqa: PTH104
     sync_folder(target.parent)
@@ -118,7 +118,7 @@ def rename_folder(source: Path, target: Path) -> None:
 
 def remove_folder(path: Path) -> None:
     """Remove a folder. It is renamed first, so that a partly removed folder never has its name."""
-    held_folder.check(path)
+    folders.check(path)
     removed = path.with_name(path.name + ".removed")
     shutil.rmtree(str(removed), ignore_errors=True)
     os.rename(str(path), str(removed))  # noqa: PTH104
@@ -127,7 +127,7 @@ def remove_folder(path: Path) -> None:
 
 def make_folder(path: Path) -> None:
     """Create a folder durably, but not its parents, unless it exists."""
-    held_folder.check(path)
+    folders.check(path)
     if not path.is_dir():
         path.mkdir(exist_ok=True)
         sync_folder(path.parent)
@@ -135,7 +135,7 @@ def make_folder(path: Path) -> None:
 
 def open_to_append(path: Path) -> int:
     """Return the descriptor of a file, which is created if needed, whose writes go to its end."""
-    held_folder.check(path)
+    folders.check(path)
     return os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
 
@@ -272,7 +272,7 @@ def file_lock(path: Path, timeout_s: float, setting: str) -> Iterator[None]:
         OSError: the file cannot be created.
     """
     deadline = time.monotonic() + timeout_s
-    held_folder.check(path)
+    folders.check(path)
     with path.open("a") as file:
         while not _try_lock(file.fileno()):
             if time.monotonic() > deadline:

@@ -1,13 +1,24 @@
-"""The last line that this process, and its child processes, have written to a log file."""
+"""Lines of a log file: the last one that this process and its children wrote, and those of exceptions and faults."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Optional
 
 _TAIL_BYTES = 4096
 _MAX_CHARACTERS = 500
+# The lines of the C++ runtime, and the line of Ray's handler in a Ray worker, which ends with a stack frame.
+_TERMINATE = re.compile(r"terminate called (?:after throwing an instance of|without an active exception|recursively).*")
+_WHAT = re.compile(r"\s+what\(\):\s.*")
+_OF_RAY = re.compile(r"\[.*Unhandled exception: \S+ (what\(\): .*?)(?: \S+\(\S*\) \[0x[0-9a-f]+\].*)?")
+# A fault: the lines of faulthandler, which Ray enables in its workers, and the line of Ray's own handler.
+_FATAL = re.compile(r"Fatal Python error: (.+)")
+_FRAME = re.compile(r"  File \"(.+)\", line (\d+) in (.+)")
+_SIGNAL = re.compile(r"\*\*\* (SIG[A-Z]+) received at .*")
+_BUS_ERROR = ": a memory-mapped file was truncated, or its disk is full or gone"
+_LONGEST = 500  # characters of the line
 
 
 class LastLine:
@@ -55,3 +66,29 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:  # does not exist yet, or the disk is gone
         return 0
+
+
+def last_exception(text: str) -> Optional[str]:
+    """Return the last line about an uncaught C++ exception, which contains its message; None if there is none."""
+    for line in reversed(text.splitlines()):
+        found = _OF_RAY.fullmatch(line) or _WHAT.fullmatch(line) or _TERMINATE.fullmatch(line)
+        if found is not None:
+            return " ".join((found.group(1) if found.re is _OF_RAY else line).split())[:_LONGEST]
+    return None
+
+
+def last_fault(text: str) -> Optional[str]:
+    """Return the last fault, as in `segmentation fault in f, file.py line 7`, with the innermost Python function."""
+    lines = text.splitlines()
+    for index in range(len(lines) - 1, -1, -1):
+        found = _FATAL.fullmatch(lines[index])
+        if found is not None:
+            frames = (_FRAME.fullmatch(line) for line in lines[index + 1 :])
+            frame = next((each for each in frames if each is not None), None)
+            place = f" in {frame.group(3)}, {frame.group(1)} line {frame.group(2)}" if frame else ""
+            kind = f"{found.group(1)[:1].lower()}{found.group(1)[1:]}"
+            return f"{kind}{place}{_BUS_ERROR if kind == 'bus error' else ''}"[:_LONGEST]
+        signal = _SIGNAL.fullmatch(lines[index])
+        if signal is not None:
+            return f"signal {signal.group(1)}"
+    return None

@@ -14,9 +14,9 @@ from raypod.errors import CollectiveBroken, WaitTimedOut
 from raypod.events import HeartbeatReport
 from raypod.host import spans
 from raypod.host.activity_record import ActivityRecord
+from raypod.host.cores import HostMeter
 from raypod.host.emulated import telemetry
 from raypod.host.process import cpu_seconds
-from raypod.host.usage import HostMeter
 
 IDLE = "idle"
 LOADING = "loading data"

@@ -22,7 +22,7 @@ from raypod.events import CallReport, EvaluationReport, HeartbeatReport, Instanc
 from raypod.host import process, sdk, torchvision_import
 from raypod.host.activity_record import ActivityRecord, Identity
 from raypod.host.files import open_to_append
-from raypod.host.held_folder import HeldFolder
+from raypod.host.folders import HeldFolder
 from raypod.host.last_line import LastLine
 from raypod.host.log_times import LogTimes
 from raypod.host.spans import recorder

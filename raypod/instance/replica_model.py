@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import random
+import warnings
 from typing import Any, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from raypod.checkpoint import initial_weights, tensors
 from raypod.checkpoint.format import Manifest
 from raypod.checkpoint.resume import record_memory_format
 from raypod.checkpoint.weights_file import find_weights
 from raypod.datasets.source import Batch
+from raypod.errors import ConfigError
 from raypod.events import CallReport, EvaluationReport
-from raypod.model import evaluation_check, freezing, optimizers, program, recent_results
-from raypod.model.weight_average import WeightAverage
+from raypod.model import optimizers, program, recent_results
+from raypod.model.predictions import check_size
+from raypod.model.program import EvaluationStep, TaskOutputs
 from raypod.plan.metric import exact_parts
 from raypod.plan.plan import Plan
 from raypod.tasks.task import Task
@@ -41,14 +47,14 @@ class ReplicaModel:
         self.optimizer = optimizers.build_optimizer(plan.config, groups)
 
     def check_evaluation(self, plan: Plan, task: Task, first_batch: Batch) -> None:
-        """Check the metrics that a task of the user returns; see `evaluation_check.check`."""
+        """Check the metrics that a task of the user returns; see `check`."""
         if ":" in plan.config.task.name and plan.dataset_size.test_samples:
-            evaluation_check.check(plan, task, self.network, self.evaluation_step.prepare, first_batch)
+            check(plan, task, self.network, self.evaluation_step.prepare, first_batch)
 
     def train(self) -> None:
-        """Set the training mode of both steps' modules; see `freezing.train`."""
+        """Set the training mode of both steps' modules; see `optimizers.train`."""
         self.training_step.train()
-        freezing.train(self.network)
+        optimizers.train(self.network)
 
     def state(self) -> Dict[str, Any]:
         """Return the state dicts `weights`, `optimizer` and `ema`, None without average. Tensors are not copied."""
@@ -174,3 +180,106 @@ class EvaluationSums:
         """Return the sums over all samples, and the predictions for them."""
         sums = tuple(map(exact_parts, self._columns))
         return EvaluationReport(instance, len(self._columns[0]), sums, predictions=predictions)
+
+
+def check(plan: Plan, task: TaskOutputs, network: nn.Module, prepare: nn.Module, batch: Sequence[torch.Tensor]) -> None:
+    """Run the evaluation of a batch on the host, with a copy of the network, if the host can run it.
+
+    Weights, buffers and the states of the global random generators stay as they are; a task can hold the network
+    itself. Other state of a task, as a `torch.Generator` of its own, advances by this call.
+
+    Args:
+        plan: of the run.
+        task: the user's task.
+        network: of the task.
+        prepare: see `program.EvaluationStep`.
+        batch: the tensors of a batch of one sample.
+
+    Raises:
+        ConfigError: the metrics or predictions that the task returns have other names or shapes, or are too large.
+        NameError: the task uses a name that is not defined.
+    """
+    samples = plan.geometry.micro_batch_size  # as on the device: a task can rely on it
+    batch = [each.repeat(samples, *[1] * (each.dim() - 1)) for each in batch]
+    with _kept(network), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the evaluation shows them
+        try:
+            copied = copy.deepcopy((network, prepare))
+            outputs = EvaluationStep(task, plan.task.metrics, *copied).eval()(*batch)
+            if plan.task.predictions:
+                check_size(plan.task, outputs[1:])
+        except (ConfigError, NameError):  # on the device the latter is raised, too
+            raise
+        except Exception:  # noqa: BLE001 - the host lacks what the device has, as half precision; the evaluation tells
+            return
+
+
+@contextlib.contextmanager
+def _kept(network: nn.Module) -> Iterator[None]:
+    """Set the evaluation mode; at the end restore modes, buffers, and the generators of torch, NumPy and Python."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    modes = {module: module.training for module in network.modules()}
+    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
+    network.eval()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        for module, mode in modes.items():
+            module.training = mode
+        for name, buffer in network.named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+
+
+class WeightAverage:
+    """The average of the parameters after every `every` updates, in float32. It begins with the initial parameters.
+
+    Its arithmetic is per element and depends on the parameters and the number of additions only. Buffers, such as the
+    statistics of BatchNorm, are not averaged.
+    """
+
+    def __init__(self, network: nn.Module, decay: float, every: int) -> None:
+        self._network, self._share = network, 1 - decay**every
+        self.update = -1  # that of the newest parameters in the average; -1: not trained yet
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin again with the present parameters."""
+        self._values = {name: parameter.detach().float().clone() for name, parameter in self._parameters()}
+
+    def add(self, update: int) -> None:
+        """Add the parameters after `update` updates."""
+        for name, parameter in self._parameters():
+            average = self._values[name]
+            average += (parameter.detach().float() - average).mul_(self._share)
+        self.update = update
+
+    def state(self) -> Dict[str, torch.Tensor]:
+        """Return the network's state dict with the averaged parameters. Tensors are not copied."""
+        return {**self._network.state_dict(), **self._values}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load a `state`."""
+        for name, average in self._values.items():
+            average.copy_(state[name])
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Replace the network's parameters by the average within the context."""
+        own = {name: parameter.detach().clone() for name, parameter in self._parameters()}
+        self._copy(self._values)
+        try:
+            yield
+        finally:
+            self._copy(own)
+
+    def _copy(self, values: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self._parameters():
+                parameter.copy_(values[name])
+
+    def _parameters(self) -> Iterator[Tuple[str, nn.Parameter]]:
+        return self._network.named_parameters(remove_duplicate=False)

@@ -21,8 +21,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.errors import ClusterError
 from raypod.host import emulated, horovod_address, interfaces
+from raypod.host.cores import HostMeter, cpu_seconds_of
 from raypod.host.process import cpus_of_node, script_command
-from raypod.host.usage import HostMeter, cpu_seconds_of
 from raypod.instance.collectives import horovod_interface, horovod_proxy, uses_installed_horovod
 from raypod.instance.horovod_proxy import HorovodProxy
 from raypod.launcher import reaper

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Dict, List, Optional, Tuple
 
 from raypod.errors import ConfigError, RunError
-from raypod.host.cpp_exception import last_exception
+from raypod.host.last_line import last_exception
 from raypod.host.log_times import LogTimes
 from raypod.launcher.records import STDERR, STDOUT
 

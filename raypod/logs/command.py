@@ -10,8 +10,7 @@ from typing import FrozenSet, List, Optional, Sequence
 from raypod.cli import FlagParser, without_flags
 from raypod.errors import ConfigError
 from raypod.logs.hosts import read_plan
-from raypod.logs.since import parse_since
-from raypod.logs.sources import Selection, logs_in
+from raypod.logs.sources import Selection, logs_in, parse_since
 from raypod.logs.stream import Logs
 from raypod.plan import layout
 from raypod.plan.cluster import read_cluster

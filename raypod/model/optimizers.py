@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 import poptorch
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from raypod.errors import ConfigError
-from raypod.model import freezing
 from raypod.plan.config import Config, TrainingSection
 from raypod.plan.learning_rate import loss_scaling
+from raypod.plan.values import check_all_match, matches
 
 
 class _Optimizer(NamedTuple):
@@ -57,7 +59,7 @@ def build_optimizer(config: Config, groups: Sequence[Dict[str, Any]]) -> Any:
     if training.max_grad_norm is not None:
         options["max_grad_norm"] = training.max_grad_norm
     common: Dict[str, Any] = {"lr": training.learning_rate, "loss_scaling": scaling}
-    trained = freezing.trained_groups(groups)
+    trained = trained_groups(groups)
     keys = {key for group in trained for key in group}
     optimizer = chosen.create(trained, accum_type=accumulator, **common, **options)
     added = {key for group in optimizer.param_groups for key in group} - keys
@@ -102,3 +104,35 @@ def load_optimizer_state(optimizer: Any, state: Dict[str, Any]) -> None:
     optimizer.load_state_dict(state)
     for group, own in zip(optimizer.param_groups, settings):
         group.update(own)
+
+
+def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
+    """Exclude the parameters whose names match from the training.
+
+    Raises:
+        ConfigError: a pattern matches no parameter, or all parameters match.
+    """
+    named = list(network.named_parameters(remove_duplicate=False))
+    check_all_match("--freeze", patterns, [name for name, _ in named])
+    for name, parameter in named:
+        if matches(name, patterns):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise ConfigError(f"--freeze {','.join(patterns)} matches all parameters: nothing is left to train")
+
+
+def trained_groups(groups: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Return the parameter groups of an optimizer without frozen parameters."""
+    return [{**group, "params": [each for each in group["params"] if each.requires_grad]} for group in groups]
+
+
+def train(network: nn.Module) -> None:
+    """Set the training mode, but the evaluation mode in every BatchNorm whose parameters are all frozen.
+
+    Such a norm uses its stored statistics and does not change them.
+    """
+    network.train()
+    for module in network.modules():
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, _BatchNorm) and own and not any(parameter.requires_grad for parameter in own):
+            module.eval()

@@ -14,7 +14,7 @@ from typing_extensions import Protocol
 
 from raypod.datasets.transforms import activation_dtype
 from raypod.errors import ConfigError
-from raypod.model import freezing, sdk_options, serialization
+from raypod.model import optimizers, sdk_options, serialization
 from raypod.model.recent_results import RecentResults
 from raypod.model.task_network import TaskNetwork
 from raypod.plan import user_code
@@ -218,7 +218,7 @@ def finish_network(plan: Plan, network: nn.Module) -> nn.Module:
         poptorch.BeginBlock(network.get_submodule(name), user_id=name, ipu_id=ipu)
     if plan.config.training.precision.endswith(".16"):
         network.half()
-    freezing.freeze(network, plan.config.training.freeze or ())
+    optimizers.freeze(network, plan.config.training.freeze or ())
     serialization.split_products(network)
     sdk_options.keep_outputs(network, plan.config.ipu.recomputation_checkpoints or ())
     return network

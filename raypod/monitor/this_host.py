@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Dict, List, Optional, Tuple
 
-from raypod.host.usage import HostMeter
+from raypod.host.cores import HostMeter
 from raypod.monitor.gc_monitor import GcMonitor
 from raypod.monitor.live_run import LiveRun, with_log_lines
 from raypod.monitor.log_lines import LastLines

@@ -13,9 +13,8 @@ from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster
 from raypod.plan.compatibility import check_compatible, check_metrics, check_min_hosts, check_whole_calls
 from raypod.plan.config import Config
-from raypod.plan.fitting import is_power_of_two, way_out
 from raypod.plan.metric import LOSS, Metric
-from raypod.plan.placement import Placement, Sizes, place
+from raypod.plan.placement import Placement, Sizes, is_power_of_two, place, way_out
 from raypod.plan.pod_section import PodSection
 from raypod.plan.stages import ipus_of
 from raypod.plan.values import parse_evaluations, parse_interval

@@ -13,7 +13,7 @@ from raypod.plan.plan import Plan
 from raypod.trained import checkpoints, settings
 from raypod.trained.checkpoints import PathLike, Weights
 from raypod.trained.evaluate import measure
-from raypod.trained.files import completed, write_safetensors
+from raypod.trained.formats import completed, write_safetensors
 
 
 def average(run: PathLike, last: int = 3, output: Optional[PathLike] = None, **changes: Any) -> Dict[str, Any]:

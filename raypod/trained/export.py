@@ -15,8 +15,7 @@ from raypod.plan.config import HF_TASKS, Config
 from raypod.plan.plan import short_name
 from raypod.trained import checkpoints, formats, settings
 from raypod.trained.checkpoints import PathLike, Weights
-from raypod.trained.files import completed
-from raypod.trained.formats import Exported, Loaded
+from raypod.trained.formats import Exported, Loaded, completed
 from raypod.trained.network import HostNetwork, open_network
 
 TOLERANCE = 1e-4

@@ -1,4 +1,4 @@
-"""The formats of `raypod export`: each writes a file, and returns a function that runs what the file contains."""
+"""The formats of `raypod export`: each writes a file, whole or not at all, and returns a function that runs it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import importlib.util
 import inspect
 import io
 import json
+import os
+import shutil
 import warnings
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from torch import nn
 from raypod.checkpoint import tensors
 from raypod.datasets.hf_folder import HfFolder
 from raypod.errors import ConfigError, RunError, summarize_exception
-from raypod.trained.files import write_safetensors
+from raypod.host.files import new_file, sync_file, sync_folder
 
 Loaded = Callable[..., List[torch.Tensor]]  # of the inputs
 _OPSET = 17  # the newest that torch 2.0 writes
@@ -191,3 +193,35 @@ def _exporting(name: str) -> Iterator[None]:
     except Exception as error:  # the exporters raise many types of exceptions for what they cannot express
         cause = summarize_exception(error)[:500]
         raise RunError(f"the network cannot be exported as {name}: {cause}; no file was written") from error
+
+
+@contextlib.contextmanager
+def completed(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, which gets the name `path` at the end of the context; an exception removes it.
+
+    It can become a file, or a folder of files.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        for each in sorted(partial.iterdir()) if partial.is_dir() else [partial]:
+            sync_file(each)
+        if partial.is_dir():
+            sync_folder(partial)
+        partial.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(str(partial), ignore_errors=True)  # which leaves a file
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+def write_safetensors(path: Path, weights: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, which must not exist, as other programs read it. OSError if that fails."""
+    with new_file(path) as file:
+        tensors.write_tensors(file, weights, {"format": "pt", **metadata})

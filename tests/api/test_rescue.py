@@ -12,7 +12,7 @@ import pytest
 import raypod
 from raypod.api import training
 from raypod.checkpoint import storage
-from raypod.coordinator import elsewhere
+from raypod.coordinator import kept_state
 from raypod.errors import CheckpointNotSaved, FolderLost, RunError
 from raypod.events import UpdateDone
 from raypod.record import run_state, verify_data
@@ -48,7 +48,7 @@ def rescued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setattr(elsewhere, "_OTHER_DISKS", ())
+    monkeypatch.setattr(kept_state, "_OTHER_DISKS", ())
     monkeypatch.setattr(training, "Mirror", DirectMirror)
     return store
 

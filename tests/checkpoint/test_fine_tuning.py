@@ -16,7 +16,7 @@ from raypod import train
 from raypod.checkpoint import storage
 from raypod.checkpoint.tensors import read_tensors
 from raypod.datasets.digits import load_digits
-from raypod.model import freezing
+from raypod.model import optimizers
 
 INLINE = ["--fleet", "inline", "--device", "emulated"]
 TINY = [*INLINE, "--model", "tiny", "--updates", "2"]
@@ -173,6 +173,6 @@ def test_patterns_that_have_no_effect_are_one_line(
 
 def test_a_norm_keeps_its_statistics_if_all_its_parameters_are_frozen() -> None:
     network = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    freezing.freeze(network, ["0", "1.bias"])
-    freezing.train(network)
+    optimizers.freeze(network, ["0", "1.bias"])
+    optimizers.train(network)
     assert [module.training for module in network] == [False, True]

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from raypod.checkpoint import scattered_read, tensors
-from raypod.checkpoint.scattered_read import read_into
+from raypod.checkpoint import tensors
+from raypod.checkpoint.tensors import read_into
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.host import files
 
@@ -220,8 +220,8 @@ def numbers(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("sizes", [[], [5], [0, 3, 0], [1] * 40, [30, 7, 16, 16, 1], [100]], ids=str)
 @pytest.mark.parametrize("most", [None, 3])
 def test_buffers_of_any_size_are_filled(numbers: Path, monkeypatch: pytest.MonkeyPatch, sizes: Any, most: Any) -> None:
-    monkeypatch.setattr(scattered_read, "_GROUP_BYTES", 16)
-    monkeypatch.setattr(scattered_read, "_GROUP_BUFFERS", 4)
+    monkeypatch.setattr(tensors, "_GROUP_BYTES", 16)
+    monkeypatch.setattr(tensors, "_GROUP_BUFFERS", 4)
     real, calls = os.preadv, []
 
     def preadv(descriptor: int, buffers: List[memoryview], offset: int) -> int:
@@ -235,6 +235,6 @@ def test_buffers_of_any_size_are_filled(numbers: Path, monkeypatch: pytest.Monke
 
 def test_a_file_that_ends_before_is_an_error(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for group_bytes in (16, 1000):
-        monkeypatch.setattr(scattered_read, "_GROUP_BYTES", group_bytes)
+        monkeypatch.setattr(tensors, "_GROUP_BYTES", group_bytes)
         with pytest.raises(EOFError):
             read(numbers, 10, [200, 47])

@@ -9,7 +9,7 @@ from typing import Any, Callable, Optional
 import pytest
 import torch
 
-from raypod.checkpoint import digest, resume, transfer, writer
+from raypod.checkpoint import format, resume, transfer, writer
 from raypod.checkpoint.format import Retention
 from raypod.checkpoint.resume import manifest_of
 from raypod.checkpoint.storage import checkpoint_path, checkpoints_folder, list_checkpoints
@@ -31,7 +31,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["sha256", "xxh3_128"])
 def algorithm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each hash of a checkpoint's files in turn."""
-    monkeypatch.setattr(digest, "LARGE_BYTES", 1 << 30 if request.param == "sha256" else 1)
+    monkeypatch.setattr(format, "LARGE_BYTES", 1 << 30 if request.param == "sha256" else 1)
     return str(request.param)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Callable, List, Optional
 
 import pytest
 
-from raypod.coordinator import checkpoint_schedule, coordinator, disk_wait
+from raypod.coordinator import checkpoint_schedule, coordinator
 from raypod.coordinator.stop import Stop
 from raypod.errors import CheckpointNotSaved
 from raypod.events import CallReport, CheckpointFailed, CheckpointSaved, Event, RunEnded, SaveReport
@@ -32,7 +32,7 @@ class DiskFills(ScriptedFleet):
         self.on_sleep: Callable[[], object] = lambda: None
         clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self._sleep)
         monkeypatch.setattr(checkpoint_schedule, "time", clock)
-        monkeypatch.setattr(disk_wait, "time", clock)
+        monkeypatch.setattr(coordinator, "time", clock)
 
     def _sleep(self, seconds: float) -> None:
         assert seconds > 0

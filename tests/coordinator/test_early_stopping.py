@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Optional
 import pytest
 
 from raypod import train
-from raypod.coordinator.early_stopping import early_stop, first_stop
+from raypod.coordinator.stop import early_stop, first_stop
 from raypod.events import EvaluationDone, RunEnded, StoppedEarly
 from raypod.fleet.scripted import ScriptedFleet
 from raypod.host.files import strict_json

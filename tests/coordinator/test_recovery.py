@@ -12,7 +12,7 @@ import pytest
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.resume import newest_valid
-from raypod.coordinator import coordinator, disk_wait
+from raypod.coordinator import coordinator
 from raypod.coordinator.recovery import REFILL_S, FailurePolicy, newest, receivers
 from raypod.errors import CheckpointDamaged, ConfigError, DataMissing, HostLost, InstanceFailed, RaypodError
 from raypod.events import (
@@ -464,7 +464,7 @@ def test_a_drained_host_is_left_although_the_disk_is_full(make: Make, monkeypatc
                 self._saves = (SaveReport(arguments[0].update, "update", "", "no space", can_pass=True),)
             return results
 
-    monkeypatch.setattr(disk_wait.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    monkeypatch.setattr(coordinator.time, "sleep", lambda seconds: pytest.fail("it waits"))
     plan = plan_of(make, max_restarts=0)
     events = events_of(plan, FullWhileDrained(plan))
     assert of(events, CheckpointFailed)

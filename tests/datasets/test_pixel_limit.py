@@ -13,7 +13,7 @@ from PIL import Image
 
 from raypod import datasets
 from raypod.datasets.image_reader import ImageReader
-from raypod.datasets.pixel_limit import open_image
+from raypod.datasets.pixels import open_image
 from raypod.errors import ConfigError
 from tests.support import image_folders
 

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import pytest
 
-from raypod.fleet.ray_metrics import RayMetrics
+from raypod.fleet.ray_server import RayMetrics
 from raypod.status.exposition import COUNTER, GAUGE, HISTOGRAM, NO_LABELS, Family, Labels, Sample
 from tests.support.bounded import wait_until
 

@@ -18,10 +18,9 @@ from typing import Any, Callable, Dict, List
 import pytest
 
 from raypod.errors import ClusterError, RunError
-from raypod.fleet import gcs, ray_admission, ray_folder, ray_head, ray_processes, ray_server, ray_session
-from raypod.fleet.ray_head import HeadWatch
+from raypod.fleet import gcs, ray_admission, ray_folder, ray_processes, ray_server, ray_session
 from raypod.fleet.ray_server import RayServer, serve_here, serve_on
-from raypod.fleet.ray_session import RaySession
+from raypod.fleet.ray_session import HeadWatch, RaySession
 from raypod.plan.cluster import LOCAL, Cluster, Host
 from raypod.plan.placement import Sizes, place
 from tests.support.bounded import COMMAND_S
@@ -371,10 +370,10 @@ def test_a_head_that_is_silent_for_long_is_lost(
     def abort(error: RunError) -> None:
         raise error
 
-    monkeypatch.setattr(ray_head, "_INTERVAL_S", 0.0)
+    monkeypatch.setattr(ray_session, "_INTERVAL_S", 0.0)
     monkeypatch.setattr(gcs, "check", check)
-    monkeypatch.setattr(ray_head, "abort", abort)
-    monkeypatch.setattr(ray_head, "threading", SimpleNamespace(Event=threading.Event, Thread=thread))
+    monkeypatch.setattr(ray_session, "abort", abort)
+    monkeypatch.setattr(ray_session, "threading", SimpleNamespace(Event=threading.Event, Thread=thread))
     watch = HeadWatch("127.0.0.1:9", "host a", lambda: "do b")
     watch.close()
     assert threads[1:] == ["joined"]

@@ -9,8 +9,7 @@ from typing import List, NamedTuple, Sequence
 
 import pytest
 
-from raypod.host.cores import Core, cpus_of, divide, replica_cpus, usable_cores
-from raypod.host.usage import HostMeter
+from raypod.host.cores import Core, HostMeter, cpus_of, divide, replica_cpus, usable_cores
 
 
 def system(folder: Path, nodes: int, cores: int, threads: int) -> Path:
@@ -110,7 +109,7 @@ def test_usage_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     interfaces = {"lo": SimpleNamespace(bytes_recv=900, bytes_sent=900)}
     interfaces["eth0"] = SimpleNamespace(bytes_recv=5, bytes_sent=7)
     interfaces["ib0"] = SimpleNamespace(bytes_recv=10, bytes_sent=20)
-    monkeypatch.setattr("raypod.host.usage.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("raypod.host.cores.time.monotonic", lambda: now[0])
     monkeypatch.setattr("psutil.cpu_times", lambda: times[0])
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=1000, available=400))
     monkeypatch.setattr("psutil.net_io_counters", lambda **_: interfaces)

@@ -18,7 +18,7 @@ import pytest
 
 from raypod.coordinator.stop import Stop
 from raypod.host import signals
-from raypod.host.signal_deadline import SignalDeadline
+from raypod.host.signals import SignalDeadline
 from raypod.record import run_state
 from tests.support.bounded import GONE_WITHIN_S, wait_until
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from raypod.errors import ConfigError
-from raypod.model import evaluation_check
+from raypod.instance import replica_model
 
 LOSS: Any = SimpleNamespace(
     task=SimpleNamespace(metrics=[SimpleNamespace(name="loss")], predictions=()),
@@ -34,7 +34,7 @@ def check(network: nn.Module, outputs: Callable[[Any, torch.Tensor], Dict[str, A
         evaluation_outputs=outputs,
         training_outputs=None,
     )
-    evaluation_check.check(LOSS, task, network, nn.Identity(), BATCH)
+    replica_model.check(LOSS, task, network, nn.Identity(), BATCH)
 
 
 def states(network: nn.Module) -> Tuple[Any, ...]:

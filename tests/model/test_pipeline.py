@@ -19,8 +19,7 @@ from raypod.coordinator import coordinator
 from raypod.errors import ConfigError
 from raypod.fleet.inline import InlineFleet
 from raypod.model import pipeline, program
-from raypod.model.memory_balance import splits_by_memory
-from raypod.model.memory_bars import render_memory
+from raypod.model.memory_balance import render_memory, splits_by_memory
 from raypod.model.pipeline import Unit
 from raypod.model.pipeline_table import Pipeline, describe_pipeline, inspect_pipeline, render_pipeline
 from raypod.plan.config import Config

@@ -6,8 +6,17 @@ import pytest
 
 from raypod.errors import ClusterError, ConfigError, RaypodError
 from raypod.plan.cluster import Cluster, Host, VipuPartition
-from raypod.plan.fitting import fits, way_out
-from raypod.plan.placement import Placement, Sizes, device_id, link_domain_index, num_gcds, partition_conflict, place
+from raypod.plan.placement import (
+    Placement,
+    Sizes,
+    device_id,
+    fits,
+    link_domain_index,
+    num_gcds,
+    partition_conflict,
+    place,
+    way_out,
+)
 
 
 def pod(hosts: int, ipus: int | None = None, slots: int | None = None) -> Cluster:

@@ -14,7 +14,7 @@ from raypod import train
 from raypod.coordinator import coordinator
 from raypod.errors import ConfigError
 from raypod.events import CallReport, ClockReading, InstanceStarted, ProcessSpans, Span
-from raypod.fleet.ray_clocks import best_reading
+from raypod.fleet.ray_nodes import best_reading
 from raypod.fleet.scripted import ScriptedFleet
 from raypod.host import spans
 from raypod.plan.layout import PROFILE

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from raypod.remote.digests import Digests, checksum_in
 from raypod.remote.errors import StorageError
-from raypod.remote.store import Store
+from raypod.remote.store import Digests, Store, checksum_in
 from tests.support.mirrored_runs import faults
 
 
