@@ -23,7 +23,7 @@ from raypod.checkpoint import format
 from raypod.checkpoint.format import Manifest, Retention
 from raypod.checkpoint.transfer import CheckpointReceiver
 from raypod.host import files
-from raypod.host.folders import create_folder
+from raypod.host.files import create_folder
 from raypod.plan.layout import CHECKPOINTS
 
 FOLDER = "~/.raypod/copies"

@@ -11,7 +11,7 @@ from typing import Sequence
 
 from raypod.cli import FlagParser, format_table, show, without_flags
 from raypod.errors import ConfigError
-from raypod.host.folders import looked_in
+from raypod.host.files import looked_in
 from raypod.plan.urls import is_url
 
 _SOURCE = Path("~/raypod/source")  # where the cluster files of raypod copy its source

@@ -13,7 +13,7 @@ import numpy as np
 from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits, fingerprint_of
 from raypod.datasets.cache import Archive, Arrays, Cache, data_dir, download
 from raypod.errors import ConfigError, DataMissing
-from raypod.host.folders import looked_in
+from raypod.host.files import looked_in
 from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize
 

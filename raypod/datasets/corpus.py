@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from raypod.errors import ConfigError, DataMissing
-from raypod.host.folders import looked_in
+from raypod.host.files import looked_in
 from raypod.plan.user_code import reported
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import Any, Dict, Optional
 
 from raypod.datasets.corpus import Tokenizer
 from raypod.errors import ConfigError, DataMissing
-from raypod.host.files import parse_json
-from raypod.host.folders import looked_in
+from raypod.host.files import looked_in, parse_json
 from raypod.plan.config import HF, Config
 
 INSTALL = "pip install 'raypod[hf]'"

@@ -19,7 +19,7 @@ from raypod.datasets.cache import Arrays, Cache, data_dir
 from raypod.datasets.image_files import KINDS, FolderFiles, ImageFiles, ImageWalk, contents_of, warnings_of
 from raypod.datasets.shard_stream import StreamedShards
 from raypod.errors import ConfigError, DataMissing, as_utf8
-from raypod.host.folders import looked_in
+from raypod.host.files import looked_in
 from raypod.plan.config import CONTENTS, IMAGE_SIDE, TEST_SAMPLE, Config
 from raypod.plan.plan import DatasetSize
 from raypod.plan.urls import is_url

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from raypod.errors import ConfigError, DataMissing
-from raypod.host.files import parse_json
-from raypod.host.folders import looked_in
+from raypod.host.files import looked_in, parse_json
 
 _SUFFIXES = (".jsonl", ".json", ".csv")
 

@@ -25,7 +25,7 @@ from raypod.datasets.image_files import Files
 from raypod.datasets.shard_stream import StreamedShards
 from raypod.datasets.shards import Field
 from raypod.errors import ConfigError, DataMissing
-from raypod.host.folders import looked_in
+from raypod.host.files import looked_in
 from raypod.plan.config import SHARDS, TEST_SAMPLE, Config
 from raypod.plan.plan import DatasetSize
 from raypod.plan.urls import is_url

@@ -17,8 +17,7 @@ import numpy as np
 
 from raypod.datasets.arrays import fingerprint_of_bytes, fingerprint_of_values
 from raypod.errors import ConfigError, DataMissing
-from raypod.host.files import parse_json
-from raypod.host.folders import looked_in
+from raypod.host.files import looked_in, parse_json
 
 PathLike = Union[str, "os.PathLike[str]"]
 _INSTALL = "pip install 'raypod[hf]'"

@@ -1,4 +1,4 @@
-"""Objects in Ray actors on a host: see `Fleet.serve` and `Fleet.serve_on`; and the run's metrics for Ray's dashboard."""
+"""Objects in Ray actors on a host, see `Fleet.serve` and `Fleet.serve_on`; metrics of the run for Ray's dashboard."""
 
 from __future__ import annotations
 

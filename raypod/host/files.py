@@ -1,14 +1,15 @@
-"""Durable file operations: atomic replacement, new and append-only files, a lock file, and JSON.
+"""Files and folders: atomic replacement, new and append-only files, a lock file, JSON, and a folder that is held open.
 
 Files that are replaced or renamed are complete or absent after a kill or a power loss: their content is flushed to disk
 before the rename, and the folder entry after it. Nothing is written where a folder that this process holds was before
-its disk was unmounted: OSError of `folders.check`.
+its disk was unmounted: OSError of `check`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import itertools
 import json
@@ -18,10 +19,9 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Optional, Union
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Union
 
 from raypod.errors import WaitTimedOut
-from raypod.host import folders
 
 _CHUNK_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # of linux/fs.h
@@ -33,6 +33,8 @@ _TOO_DEEP = "it is nested too deeply"
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]')  # of JSON: strings, whose brackets do not count, and brackets
 _STEPS = {"{": 1, "[": 1, "]": -1, "}": -1}
 Bytes = Union[bytes, memoryview]
+_ATTEMPTS = 20
+_held: List[HeldFolder] = []  # of this process
 
 
 class NewFile:
@@ -52,7 +54,7 @@ class NewFile:
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[NewFile]:
     """Create a file; it is flushed to disk at the end of the block. FileExistsError if it exists."""
-    folders.check(path)
+    check_held(path)
     descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     written = flushed = 0
 
@@ -86,7 +88,7 @@ def keep_beginning(path: Path, size: int) -> None:
 
 def _replace(path: Path, content: Iterable[bytes]) -> None:
     """Set the content of a file atomically to that of all parts."""
-    folders.check(path)
+    check_held(path)
     partial = path.with_name(path.name + ".partial")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(str(partial))  # noqa: PTH108 - tests inject faults into these functions of os
@@ -103,14 +105,14 @@ def _replace(path: Path, content: Iterable[bytes]) -> None:
 
 def rename_file(source: Path, target: Path) -> None:
     """Rename a complete file, which replaces `target`, durably."""
-    folders.check(target)
+    check_held(target)
     os.replace(str(source), str(target))  # noqa: PTH105
     sync_folder(target.parent)
 
 
 def rename_folder(source: Path, target: Path) -> None:
     """Rename a complete folder durably."""
-    folders.check(target)
+    check_held(target)
     sync_folder(source)
     os.rename(str(source), str(target))  # noqa: PTH104
     sync_folder(target.parent)
@@ -118,7 +120,7 @@ def rename_folder(source: Path, target: Path) -> None:
 
 def remove_folder(path: Path) -> None:
     """Remove a folder. It is renamed first, so that a partly removed folder never has its name."""
-    folders.check(path)
+    check_held(path)
     removed = path.with_name(path.name + ".removed")
     shutil.rmtree(str(removed), ignore_errors=True)
     os.rename(str(path), str(removed))  # noqa: PTH104
@@ -127,7 +129,7 @@ def remove_folder(path: Path) -> None:
 
 def make_folder(path: Path) -> None:
     """Create a folder durably, but not its parents, unless it exists."""
-    folders.check(path)
+    check_held(path)
     if not path.is_dir():
         path.mkdir(exist_ok=True)
         sync_folder(path.parent)
@@ -135,7 +137,7 @@ def make_folder(path: Path) -> None:
 
 def open_to_append(path: Path) -> int:
     """Return the descriptor of a file, which is created if needed, whose writes go to its end."""
-    folders.check(path)
+    check_held(path)
     return os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
 
@@ -272,7 +274,7 @@ def file_lock(path: Path, timeout_s: float, setting: str) -> Iterator[None]:
         OSError: the file cannot be created.
     """
     deadline = time.monotonic() + timeout_s
-    folders.check(path)
+    check_held(path)
     with path.open("a") as file:
         while not _try_lock(file.fileno()):
             if time.monotonic() > deadline:
@@ -340,3 +342,109 @@ def _load_sync_file_range() -> Any:
 
 
 _sync_file_range = _load_sync_file_range()
+
+
+def create_folder(path: Path) -> List[Path]:
+    """Create a folder and its missing parents durably; return the folders that this call has created, `path` last.
+
+    Atomic: of several processes that create the same folder, one succeeds.
+
+    Raises:
+        FileExistsError: `path` exists.
+        OSError: the file system's own.
+    """
+    created: List[Path] = []
+    _create(path, created)
+    return created
+
+
+def create_numbered_folder(path: Path) -> List[Path]:
+    """Create the first of the folders `path`, `path-2`, `path-3`, ... that does not exist; as `create_folder`."""
+    created: List[Path] = []  # with the parents that were created before the name was found to be taken
+    candidates = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
+    while True:
+        with contextlib.suppress(FileExistsError):
+            _create(next(candidates), created)
+            return created
+
+
+def _create(path: Path, created: List[Path]) -> None:
+    """Create a folder and its missing parents, and append those that this call has created to `created`."""
+    for attempt in itertools.count(1):
+        for parent in reversed(path.parents):
+            if not parent.exists():
+                with contextlib.suppress(FileExistsError):
+                    parent.mkdir()
+                    created.append(parent)
+        try:
+            path.mkdir()
+            break
+        except FileNotFoundError:  # another process has removed an empty parent again
+            if attempt == _ATTEMPTS:
+                remove_empty(created)
+                raise
+    created.append(path)
+    for folder in created:
+        with contextlib.suppress(PermissionError):  # a folder that this user may write to, but not read
+            sync_folder(folder.parent)
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Remove folders that are empty, the last first."""
+    for folder in reversed(folders):
+        with contextlib.suppress(OSError):  # not empty, or removed already
+            folder.rmdir()
+
+
+def looked_in(path: Path) -> str:
+    """Return, for the message that a path does not exist, in which folder it was looked for: " in FOLDER" or ""."""
+    return "" if path.is_absolute() else f" in {Path.cwd()}"
+
+
+# A folder that this process has opened: nothing is written by its path once that leads to another folder, or to none.
+#
+# So it is after its disk was unmounted (`umount -l`), or the folder moved or removed. What changes files by their paths
+# calls `check` before: the functions of `files.py`, through which a run writes, do.
+
+
+class HeldFolder:
+    """A folder and its descriptor, which knows it without its path."""
+
+    def __init__(self, path: Path, mark: Optional[Path] = None) -> None:
+        """Open the folder. A file `mark` in it proves that its path still leads there. OSError if it is not there."""
+        self.path, self._mark = path, mark
+        self._descriptor = os.open(str(path), os.O_RDONLY | os.O_DIRECTORY)
+        _held.append(self)
+
+    def is_elsewhere(self) -> bool:
+        """Return whether the path leads to another folder, or to none, than when this was opened."""
+        if self._mark is not None and os.path.lexists(str(self._mark)):
+            return False
+        try:
+            return not os.path.samestat(os.fstat(self._descriptor), self.path.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # the disk does not answer
+            return False
+
+    def close(self) -> None:
+        """Allow everything again. May be called repeatedly."""
+        with contextlib.suppress(ValueError):
+            _held.remove(self)
+            os.close(self._descriptor)
+
+
+def check_held(path: Path) -> None:
+    """Raise OSError (ESTALE) if `path` is in a folder that this process holds, and that is elsewhere by now."""
+    for each in list(_held):
+        if each.path in (path, *path.parents) and each.is_elsewhere():
+            raise OSError(errno.ESTALE, "the run folder is not there any more", str(path))
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a folder for the duration of the block. One that is not there is not held."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            stack.callback(HeldFolder(path).close)
+        yield

@@ -16,8 +16,7 @@ from typing import Callable, Iterator, List, Optional, Tuple
 
 from raypod.errors import FolderLost, LeaseHeld, LeaseLost
 from raypod.host import lease_file
-from raypod.host.files import new_file, replace_file
-from raypod.host.folders import HeldFolder
+from raypod.host.files import HeldFolder, new_file, replace_file
 from raypod.host.lease_file import EXPIRES_AFTER_S, GONE, POLL_S, Holder, LeaseFile, Log
 
 _END_WITHIN_S = 120.0  # for a holder to end after another process has taken over

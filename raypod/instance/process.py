@@ -21,8 +21,7 @@ from raypod.errors import ClusterError, CollectiveBroken, ConfigError, DeviceFai
 from raypod.events import CallReport, EvaluationReport, HeartbeatReport, InstanceStarted
 from raypod.host import process, sdk, torchvision_import
 from raypod.host.activity_record import ActivityRecord, Identity
-from raypod.host.files import open_to_append
-from raypod.host.folders import HeldFolder
+from raypod.host.files import HeldFolder, open_to_append
 from raypod.host.last_line import LastLine
 from raypod.host.log_times import LogTimes
 from raypod.host.spans import recorder

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from raypod.errors import ConfigError
-from raypod.host.folders import create_folder, create_numbered_folder
+from raypod.host.files import create_folder, create_numbered_folder
 from raypod.launcher import options
 from raypod.launcher.options import Request
 

@@ -12,8 +12,7 @@ from typing import Dict, List, Optional, Set
 
 from raypod.errors import ConfigError, LeaseHeld, LeaseLost, RaypodError, UserError
 from raypod.host import lease
-from raypod.host.files import replace_file
-from raypod.host.folders import create_folder, create_numbered_folder, remove_empty
+from raypod.host.files import create_folder, create_numbered_folder, remove_empty, replace_file
 from raypod.host.lease_file import Log
 from raypod.plan import layout
 from raypod.plan.config import Config

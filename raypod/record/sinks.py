@@ -13,7 +13,7 @@ from typing_extensions import Protocol
 
 from raypod.errors import ConfigError, RunError
 from raypod.events import CheckpointBegun, EvaluationDone, Event, Repaired, Resized, RunStarted, UpdateDone
-from raypod.host import folders
+from raypod.host import files
 from raypod.host.files import AppendOnlyFile, keep_beginning, parse_json, replace_file, strict_json
 from raypod.plan import user_code
 from raypod.plan.config import Config
@@ -282,7 +282,7 @@ class TensorBoardWriter:
 
     def _flush(self) -> None:
         try:
-            folders.check(Path(self._folder))
+            files.check_held(Path(self._folder))
             if self._writer is None:
                 self._writer = self._module.SummaryWriter(
                     self._folder, purge_step=self._purge_step, flush_secs=_FLUSH_S

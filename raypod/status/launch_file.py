@@ -11,8 +11,7 @@ from typing import Any, Dict, Optional, Sequence
 
 from raypod.errors import RaypodError
 from raypod.host.abort import on_abort
-from raypod.host.files import parse_json, replace_file, strict_json
-from raypod.host.folders import HeldFolder
+from raypod.host.files import HeldFolder, parse_json, replace_file, strict_json
 from raypod.host.process import process_start_ticks
 from raypod.plan.layout import LAUNCH
 from raypod.record.run_state import DONE, RUNNING, end_of

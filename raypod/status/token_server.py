@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Type
 
 from raypod.errors import ConfigError
-from raypod.host import folders
+from raypod.host import files
 from raypod.host.bounded_server import BoundedServer
 from raypod.host.files import strict_json
 
@@ -108,7 +108,7 @@ class TokenServer:
 
     def write_token(self, path: Path) -> None:
         """Write the token into a file that only this user can read. OSError if that fails."""
-        folders.check(path)
+        files.check_held(path)
         descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w") as file:
             os.fchmod(descriptor, 0o600)  # the file may have existed with another mode

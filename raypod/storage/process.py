@@ -20,7 +20,7 @@ from typing import List
 from raypod.checkpoint.format import Retention
 from raypod.cli import show
 from raypod.errors import ConfigError
-from raypod.host import folders
+from raypod.host import files
 from raypod.host.files import file_lock
 from raypod.host.redaction import redacted_output
 from raypod.plan import layout
@@ -116,7 +116,7 @@ def main() -> int:
     store = Store(f"{args.url}/{run_dir.name}")
     kept = Retention(args.keep, Metric(args.metric, args.better))
     # The process of an interrupted run may still upload the rest, while the run is resumed.
-    with redacted_output(secrets()), folders.held(run_dir), file_lock(
+    with redacted_output(secrets()), files.held(run_dir), file_lock(
         run_dir / _LOCK, args.timeout_s + _LOCK_MARGIN_S, "run.storage_timeout_s"
     ):
         threading.Thread(target=watch, args=(store,), name="watch", daemon=True).start()

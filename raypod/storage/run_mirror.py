@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, List
 from typing_extensions import Protocol
 
 from raypod.checkpoint.format import Retention
-from raypod.host import folders
+from raypod.host import files
 from raypod.host.files import parse_json, replace_file, strict_json
 from raypod.host.retries import growing, retried
 from raypod.plan.layout import SUMMARY
@@ -95,7 +95,7 @@ class RunMirror:
             gap_s -= 0.1
 
     def _round(self, commands: Commands) -> None:
-        folders.check(self._run_dir)  # another folder there has nothing of this run
+        files.check_held(self._run_dir)  # another folder there has nothing of this run
         self._store.is_busy = True
         saved = commands.take()
         for name in saved:

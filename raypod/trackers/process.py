@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from raypod.errors import summarize_exception
-from raypod.host import folders
+from raypod.host import files
 from raypod.host.files import file_lock, make_folder, parse_json
 from raypod.host.redaction import Redaction, redacted_output
 from raypod.plan import layout, user_code
@@ -210,7 +210,7 @@ def main() -> int:
     path = memory.path_of(args.run_dir, args.tracker)
     make_folder(path.parent)
     # The process of an interrupted run may still record the rest, while the run is resumed.
-    with redacted_output(Redaction(os.environ)), folders.held(args.run_dir), file_lock(
+    with redacted_output(Redaction(os.environ)), files.held(args.run_dir), file_lock(
         path.with_suffix(".lock"), args.timeout_s + _LOCK_MARGIN_S, "run.tracker_timeout_s"
     ):
         session = Session(lambda: make_tracker(args.tracker), args.run_dir, started_unix_s, path)

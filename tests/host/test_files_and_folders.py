@@ -13,7 +13,7 @@ import pytest
 
 from raypod.errors import WaitTimedOut
 from raypod.host import files
-from raypod.host.folders import create_folder, create_numbered_folder, remove_empty
+from raypod.host.files import create_folder, create_numbered_folder, remove_empty
 from raypod.host.private import make_private
 from tests.support.faulty_disks import FlushedFiles
 

@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict
 
 import pytest
 
-from raypod.host import files, folders, session_process
+from raypod.host import files, session_process
 from raypod.host.log_times import LogTimes
 from raypod.record import run_state
 from raypod.status.launch_file import LaunchFile
@@ -37,7 +37,7 @@ FAIL: Dict[str, Write] = {
 def test_what_writes_fails_below_a_lost_mount_point(name: str, tmp_path: Path) -> None:
     folder, below = tmp_path / "run", {"file": b"abc", "old/file": b""}
     folder.mkdir()
-    with folders.held(folder):
+    with files.held(folder):
         files.replace_file(folder / "file", b"here")
         folder.rename(tmp_path / "unmounted")
         (folder / "old").mkdir(parents=True)
@@ -59,7 +59,7 @@ def test_the_states_of_runs_and_launches_and_the_times_of_logs_are_not_written_t
     folder.mkdir()
     log.write_text("a line\n")
     times = LogTimes(folder / "log")
-    with folders.held(folder), run_state.StateFile(folder, plan_for(tmp_path)), LaunchFile(folder, ["true"], ["a"]):
+    with files.held(folder), run_state.StateFile(folder, plan_for(tmp_path)), LaunchFile(folder, ["true"], ["a"]):
         folder.rename(tmp_path / "unmounted")
         folder.mkdir()
         os.link(str(log), str(folder / "log"))
