@@ -10,7 +10,7 @@ from typing import Any, List
 
 import pytest
 import torch
-from poptorch.executor import factory_functions
+from poptorch.executor import compile_context
 
 from raypod import datasets
 from raypod.datasets.feed import Feed
@@ -203,7 +203,7 @@ def check_during_a_compilation(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> N
     (expected,), (feed,) = calls(plan), feeds(plan)
     batches = feed.calls(plan.legs()[0])
     fed = [next(batches)]
-    with factory_functions.replaced(), ThreadPoolExecutor(1) as pool:
+    with compile_context.replaced(), ThreadPoolExecutor(1) as pool:
         fed += pool.submit(list, batches).result()
     feed.close()
     assert all(torch.equal(each, other) for batch, same in zip(fed, expected) for each, other in zip(batch, same))

@@ -239,7 +239,7 @@ def test_gloo_socket_ifname_selects_the_interface(rendezvous: str, monkeypatch: 
 
 @pytest.mark.parametrize(("length", "count"), [(0, 3), (2, 3), (7, 3), (9, 3)])
 def test_even_slices_cover_the_range(length: int, count: int) -> None:
-    slices = _pod.slices.even_slices(5, 5 + length, count)
+    slices = _pod.reduce.even_slices(5, 5 + length, count)
     assert [element for piece in slices for element in range(piece.start, piece.stop)] == list(range(5, 5 + length))
     assert {piece.stop - piece.start for piece in slices} <= {length // count, length // count + 1}
 

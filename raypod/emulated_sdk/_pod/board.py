@@ -22,7 +22,7 @@ from typing import List, NamedTuple, Optional, Sequence
 import torch
 
 from _pod.local_exchange import LocalExchange, connect
-from _pod.slices import even_slices
+from _pod.reduce import even_slices
 from _pod.wires import Group
 
 _FOLDER = "/dev/shm"

@@ -23,7 +23,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from _pod import wires
-from _pod.slices import even_slices
 from _pod.wires import Group, Transfer, wait_all
 
 GROUP = "gcl"
@@ -263,3 +262,9 @@ def _chunk_buffers(like: torch.Tensor, rows: int, start: int, processes: int) ->
     width = -(-min(_CHUNK, like.numel()) // processes)
     buffer = _scratch_of(like.dtype, chunks * rows * width)[: chunks * rows * width]
     return buffer.view(chunks, rows, width)[start // _CHUNK]
+
+
+def even_slices(start: int, stop: int, count: int) -> List[slice]:
+    """Cut start..stop-1 into `count` slices whose lengths differ by one at most; some may be empty."""
+    edges = [start + (stop - start) * index // count for index in range(count + 1)]
+    return [slice(low, high) for low, high in zip(edges, edges[1:])]

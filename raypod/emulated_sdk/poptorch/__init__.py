@@ -15,7 +15,7 @@ from poptorch import _poplar_executor as _poplar_executor
 from poptorch import _utils as _utils
 from poptorch import enums, environment, findings, ops, optim, options, poptorch_core, printing, profiling, testing
 from poptorch._impl import createPoptorchError as createPoptorchError
-from poptorch.custom_operators.native_libraries import tolerate_absent
+from poptorch.custom_operators.registry import tolerate_absent
 from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.loader import DataLoader
 from poptorch.device_mode import isRunningOnIpu
@@ -24,7 +24,7 @@ from poptorch.environment import VERSION as __version__
 from poptorch.environment import ipuHardwareIsAvailable, ipuHardwareVersion, setLogLevel
 from poptorch.environment import logger as logger
 from poptorch.errors import Error, RecoverableError, UnrecoverableError
-from poptorch.executor.compile_hooks import registerPostCompileHook, registerPreCompileHook
+from poptorch.executor.compile_context import register_geometric, registerPostCompileHook, registerPreCompileHook
 from poptorch.executor.executor import PoplarExecutor
 from poptorch.executor.wrapping import inferenceModel, load, trainingModel
 from poptorch.ops import *  # noqa: F403
@@ -32,7 +32,6 @@ from poptorch.options import *  # noqa: F403
 from poptorch.options.base import hint_of_removed
 from poptorch.printing import *  # noqa: F403
 from poptorch.pytree import ICustomArgParser, registerCustomArgParser
-from poptorch.substitutions import register_geometric
 
 __all__ = [
     "AsynchronousDataAccessor",

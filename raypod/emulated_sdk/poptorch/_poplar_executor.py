@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from poptorch.executor.compile_context import Substitutions
 from poptorch.executor.executor import PoplarExecutor
-from poptorch.substitutions import Substitutions
 
 __all__ = ["PoplarExecutor"]
 

@@ -1,7 +1,7 @@
 """What an IPU would refuse of a program, or the emulation cannot know, for `raypod doctor --program`.
 
 EMULATED_POD_FINDINGS=FILE lets a program run until the end of its first call. What is an Error in strict mode does not
-end it; it is a line of JSON in the file, as are the warnings of the SDK:
+end it; it is a line of JSON in the file, as are the warnings of the SDK. `reject` decides which of the three it is.
 
     {"level": "trouble", "what": "operator", "text": "...", "places": ["fc (Linear), main.py:12"]}
     {"event": "call", "limit_s": 300.0}                          a call begins, or "compilation"
@@ -21,10 +21,14 @@ from typing import Any, Iterable, Iterator, List, NoReturn, Sequence, Tuple
 
 import torch
 from _pod.activation import FINDINGS as FILE
+from _pod.activation import FOLDER, STRICT, is_strict
+
+from poptorch.environment import logger
+from poptorch.errors import Error
 
 OK, WARN, TROUBLE = "ok", "warn", "trouble"
 
-_SDK = f"{Path(__file__).resolve().parent.parent}/"
+_SDK = f"{FOLDER}/"
 _TORCH = f"{Path(torch.__file__).resolve().parent}/"
 _BETWEEN = (logging.__file__, contextlib.__file__, traceback.__file__)
 _RECORDED = "_is_in_findings"  # an attribute of exceptions
@@ -101,3 +105,12 @@ def _write(**line: Any) -> None:
         os.write(descriptor, json.dumps(line).encode() + b"\n")
     finally:
         os.close(descriptor)
+
+
+def reject(message: str, what: str = "model") -> None:
+    """Warn that an IPU rejects the model; in strict mode raise Error. `what` names the subject among findings."""
+    if is_active():
+        add(TROUBLE, what, message)
+    elif is_strict():
+        raise Error(message)
+    logger.warning("%s An IPU rejects this model; %s=1 makes it an Error here.", message, STRICT)

@@ -8,8 +8,8 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 from _pod import wires
 
-from horovod.torch import _process_sets, _variables
-from horovod.torch._position import GROUP, Position, determine_position
+from horovod.torch import _process_sets
+from horovod.torch._position import GROUP, Position, determine_position, number, warn_of_ignored
 from horovod.torch._process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from horovod.torch._timeline import Timeline
 
@@ -52,7 +52,7 @@ def init(comm: Any = None, process_sets: Union[None, str, Iterable[ProcessSet]] 
     _check_comm(comm)
     if _position is not None:
         return
-    is_dynamic = _variables.number("HOROVOD_DYNAMIC_PROCESS_SETS") != 0
+    is_dynamic = number("HOROVOD_DYNAMIC_PROCESS_SETS") != 0
     if isinstance(process_sets, str):
         is_dynamic = is_dynamic or process_sets.lower() == "dynamic"
         process_sets = None
@@ -61,10 +61,10 @@ def init(comm: Any = None, process_sets: Union[None, str, Iterable[ProcessSet]] 
         position = determine_position()
         checked = _checked_sets(list(process_sets or []), position.size)
         if position.rank == 0:
-            _variables.warn_of_ignored()
+            warn_of_ignored()
             timeline = os.environ.get("HOROVOD_TIMELINE", "")
             if timeline not in ("", "DYNAMIC"):
-                _timeline.start(timeline, _variables.number("HOROVOD_TIMELINE_MARK_CYCLES") > 0)
+                _timeline.start(timeline, number("HOROVOD_TIMELINE_MARK_CYCLES") > 0)
         _process_sets.start(position.rank, position.size, is_dynamic, _timeline)
         for process_set, ranks in checked:
             _process_sets.register(process_set, ranks)

@@ -28,7 +28,7 @@ from horovod.torch._checks import (
     checked_splits,
     chosen_op,
 )
-from horovod.torch._handles import submit, synchronize
+from horovod.torch._engine import submit, synchronize
 from horovod.torch._operations import ReduceOp, Tensors
 from horovod.torch._process_sets import engine_of, global_process_set
 from horovod.torch.compression import Compression

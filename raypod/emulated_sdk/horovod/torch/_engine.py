@@ -1,4 +1,4 @@
-"""The engine of a process set: a thread that runs the operations of this rank in the background.
+"""The engine of a process set, a thread that runs the operations of this rank in the background, and their handles.
 
 An operation is identified by its key. In each round the engines of all ranks exchange the keys that their programs
 have submitted, and run those that all ranks have submitted: ranks may submit in any order. A round takes place when
@@ -12,6 +12,7 @@ The engine numbers the ranks of its process set from 0; errors name the ranks am
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -27,6 +28,7 @@ from _pod.wires import Group
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch._agreement import Description, disagreement, join_error, settled
+from horovod.torch._checks import check_name
 from horovod.torch._operations import Allreduce, Join, Operation, run_together
 from horovod.torch._timeline import Timeline
 
@@ -290,3 +292,51 @@ def _gather_bytes(group: Group, content: bytes) -> List[bytes]:
 
 def _calls(status: _Status) -> str:
     return "join" if status.has_joined else ", ".join(status.pending)
+
+
+class _Submitted(NamedTuple):
+    engine: Engine
+    operation: Operation
+    convert: Callable[[Any], Any]  # applied to the result
+
+
+_submitted: Dict[int, _Submitted] = {}
+_next_handle = itertools.count()
+os.register_at_fork(after_in_child=_submitted.clear)  # a forked child has no engines
+
+
+def submit(
+    engine: Engine,
+    kind: str,
+    name: Optional[str],
+    make: Callable[[str], Operation],
+    convert: Callable[[Any], Any] = lambda result: result,
+) -> int:
+    """Start the operation that `make` constructs from its key; return its handle. `convert` is applied to the result.
+
+    Raises:
+        HorovodInternalError: Horovod has been shut down.
+        TypeError: the name is no text.
+        ValueError: an operation of that name is pending.
+    """
+    check_name(name)
+    handle = next(_next_handle)
+    _submitted[handle] = _Submitted(engine, engine.submit(make, kind, name), convert)
+    return handle
+
+
+def poll(handle: int) -> bool:
+    """Return whether `synchronize` would return at once; ValueError for a handle that is not pending."""
+    if handle not in _submitted:
+        raise ValueError(f"Handle {handle} was not created or has been cleared.")
+    return _submitted[handle].operation.is_done
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for the operation and return its tensor, or its tuple of tensors; None if the handle was used before.
+
+    Raises:
+        HorovodInternalError: the operation failed; on all ranks, if they disagree about it.
+    """
+    submitted = _submitted.pop(handle, None)
+    return None if submitted is None else submitted.convert(submitted.engine.wait(submitted.operation))

@@ -14,7 +14,7 @@ import enum
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
-from _pod.slices import even_slices
+from _pod.reduce import even_slices
 from _pod.wires import Group, as_bytes, wait_all
 
 from horovod.torch._agreement import Description

@@ -14,7 +14,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import _operations as operations
 from horovod.torch._checks import REDUCED, check_tensors, checked_op
 from horovod.torch._collectives import Allgather
-from horovod.torch._handles import submit, synchronize
+from horovod.torch._engine import submit, synchronize
 from horovod.torch._operations import ReduceOp
 from horovod.torch._process_sets import ProcessSet, engine_of, global_process_set
 

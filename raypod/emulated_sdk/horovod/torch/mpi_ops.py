@@ -19,7 +19,7 @@ from horovod.torch._collectives import (
     Reducescatter,
     collective_function,
 )
-from horovod.torch._handles import poll, submit, synchronize
+from horovod.torch._engine import poll, submit, synchronize
 from horovod.torch._operations import Barrier, Join, ReduceOp
 from horovod.torch._process_sets import ProcessSet, engine_of, global_process_set
 from horovod.torch._sparse import sparse_allreduce_async

@@ -1,4 +1,4 @@
-"""The data fetcher process: iterates over a data set and copies every element into the ring buffer."""
+"""The data fetcher process: iterates over a data set, combines its batches, and copies them into the ring buffer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optiona
 
 import torch
 
-from poptorch.data.combined_batches import CombinedBatches
 from poptorch.data.ring import END, Entry, RingHeader, SlotLayout, SlotWriter, map_slots, memory_size
 from poptorch.data.shared_memory import Event, SharedMemory
 from poptorch.data.worker_batches import WorkerBatches
 from poptorch.errors import Error
-from poptorch.pytree import ElementSpec, flatten_element, registerCustomArgParser
+from poptorch.pytree import ElementSpec, flatten, flatten_element, registerCustomArgParser
 
 _POLL_INTERVAL_S = 0.5  # a waiting fetcher checks this often whether its parent is alive
 
@@ -266,3 +265,37 @@ def _iterate(dataset: Any) -> Iterator[Any]:
 def _send(reports: Connection, report: Any) -> None:
     # By plain pickle, which sends the tensors of an element as bytes; Connection.send would send descriptors.
     reports.send_bytes(pickle.dumps(report))
+
+
+class CombinedBatches:
+    """Iterates over `batches` and concatenates every `count` of them along dimension 0.
+
+    The batches of a combined batch may differ in size. Their dtypes are those of the first one; values that are not
+    tensors are those of the last one.
+
+    Args:
+        count: the batches of a combined batch.
+        drop_last: drop the last combined batch if it has fewer.
+        are_reused: the memory of a batch is reused for the next one.
+    """
+
+    def __init__(self, batches: Iterable[Any], count: int, drop_last: bool, are_reused: bool = False) -> None:
+        self._batches, self._count, self._drop_last, self._are_reused = batches, count, drop_last, are_reused
+
+    def __iter__(self) -> Iterator[Any]:
+        parts: List[List[torch.Tensor]] = []
+        for batch in self._batches:
+            tensors, spec = flatten(batch)
+            parts.append([tensor.clone() for tensor in tensors] if self._are_reused else tensors)
+            if len(parts) == self._count:
+                yield spec.unflatten(_concatenate(parts))
+                parts = []
+        if parts and not self._drop_last:
+            yield spec.unflatten(_concatenate(parts))
+
+
+def _concatenate(parts: List[List[torch.Tensor]]) -> List[torch.Tensor]:
+    """Concatenate the first tensors of all parts, the second ones, and so on."""
+    if len(parts) == 1:
+        return parts[0]
+    return [torch.cat([tensor.to(column[0].dtype) for tensor in column]) for column in zip(*parts)]

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from poptorch.data.accessor import AsynchronousDataAccessor
-from poptorch.data.combined_batches import CombinedBatches
+from poptorch.data.fetcher import CombinedBatches
 from poptorch.enums import DataLoaderMode
 from poptorch.environment import logger
 from poptorch.errors import Error

@@ -1,4 +1,4 @@
-"""`PoplarExecutor`: a wrapped model and its life cycle on the device."""
+"""`PoplarExecutor`: a wrapped model, its options and optimizer, and its life cycle on the device."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from poptorch.device.compile.arguments import Arguments, BatchLayout
 from poptorch.device.execute import imitation
 from poptorch.device.execute.program import Program, TrainingProgram
 from poptorch.device_mode import caller_modes_disabled
-from poptorch.enums import ConnectionType
+from poptorch.enums import ConnectionType, OutputMode
 from poptorch.environment import logger
 from poptorch.errors import Error
-from poptorch.executor import factory_functions, host_state, saving
-from poptorch.executor.compile_hooks import around_compilation
-from poptorch.executor.defaults import chosen_options, default_optimizer
+from poptorch.executor import compile_context, host_state, saving
+from poptorch.executor.compile_context import Substitutions, around_compilation
 from poptorch.executor.host_state import executor_of, host_tensors, unwrap, wrap
-from poptorch.executor.replica_state import ReplicaState
+from poptorch.executor.measurements import ReplicaState
+from poptorch.optim import SGD
 from poptorch.optimizers.hyperparameters import AttributeChecks, extract, warn_ignored
 from poptorch.options import Options
 from poptorch.options.base import is_integer
 from poptorch.options.popart_options import validate
+from poptorch.options.strategies import ShardedExecution
 from poptorch.printing import module_repr
 from poptorch.profiling import Channel
-from poptorch.substitutions import Substitutions
 
 _PROFILED = ("copyWeightsToHost", "copyWeightsToDevice", "setOptimizer", "compile", "destroy", "save")
 _versions = itertools.count(1)  # of the host's weights, over all executors
@@ -326,7 +326,7 @@ class PoplarExecutor(ReplicaState):
         self._upload_trained()
         validate(self._options._Popart.options)
         sdk_variables.warn_once(self._options)
-        with caller_modes_disabled(), Substitutions(), factory_functions.replaced():
+        with caller_modes_disabled(), Substitutions(), compile_context.replaced():
             self._compiled_for = self._describe()
             if self._training and self._optimizer is not None:
                 program = TrainingProgram(
@@ -360,3 +360,38 @@ class PoplarExecutor(ReplicaState):
         if versions != self._uploaded and self._program is not None:
             self._program.upload()
         self._uploaded = versions
+
+
+_ITERATIONS = (
+    " Use poptorch.Options().deviceIterations to process a sufficient number of batches each run for pipelined "
+    "execution instead."
+)
+
+
+def chosen_options(options: Optional[Options], is_training: bool) -> Options:
+    """Return a frozen clone of the options with an output mode; the given object is frozen too.
+
+    Raises Error for another type, and for inference unless gradient accumulation is 1.
+    """
+    given = Options() if options is None else options
+    if not isinstance(given, Options):
+        raise Error(f"options must be a poptorch.Options, not {type(given).__name__}")
+    chosen = given.clone()
+    given._freeze()
+    if chosen.defaultOutputMode():
+        chosen.outputMode(OutputMode.Final if is_training else OutputMode.All)
+    chosen._freeze()
+    if not is_training and chosen.Training.gradient_accumulation != 1:
+        is_pipelined = not isinstance(chosen._execution_strategy, ShardedExecution)
+        raise Error(
+            "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
+            f"when running a poptorch.inferenceModel().{_ITERATIONS if is_pipelined else ''} It is "
+            f"{chosen.Training.gradient_accumulation}: use separate options for validation"
+        )
+    return chosen
+
+
+def default_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of a training model without one."""
+    # A model may have nothing to train, but torch's optimizers need a parameter.
+    return SGD(list(model.parameters()) or [torch.nn.Parameter(torch.zeros(()))], lr=0.01)

@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from poptorch.enums import OutputMode
 from poptorch.errors import Error
+from poptorch.findings import reject
 from poptorch.options import Options
-from poptorch.strict import reject
 
 GRADIENT = "Gradient___"
 UPDATED = "UpdatedVar___"

@@ -13,19 +13,20 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
+from _pod.activation import FOLDER, is_strict
 from torch.overrides import TorchFunctionMode
 
 from poptorch import findings
 from poptorch.device_mode import is_on_device
 from poptorch.environment import logger
+from poptorch.findings import reject
 from poptorch.parallel.operator_limits import function_limit, kernel_limit
 from poptorch.parallel.supported_operators import base_name, is_supported
 from poptorch.parallel.tracing import StageRecorder, tensors_in
-from poptorch.strict import is_strict, reject
 
-_PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
+_PACKAGE = f"{FOLDER}/poptorch/"
 _OWN_OPS = f"{_PACKAGE}ops/"
-_COMPILATION = f"{_PACKAGE}device/compilation.py"
+_COMPILATION = str(Path(__file__).resolve().with_name("compilation.py"))
 _TORCH = f"{Path(torch.__file__).resolve().parent}/"
 _AUTOGRAD = (f"{_TORCH}autograd/__init__.py", f"{_TORCH}autograd/graph.py")
 _DISTRIBUTIONS = f"{_TORCH}distributions/"  # validates its arguments, which PopTorch disables
