@@ -14,7 +14,7 @@ from raypod.checkpoint.resume import restart_point
 from raypod.coordinator.kept_state import KeptState
 from raypod.coordinator.recovery import FailurePolicy, begin
 from raypod.coordinator.resets import Resets
-from raypod.coordinator.same_data import COPY_FILES, check_same_data
+from raypod.coordinator.same_data import COPY_FILES, check_same_data, code_of
 from raypod.coordinator.stop import Stop
 from raypod.errors import ClusterError, ConfigError, HostLost, PodTooSmall, WaitTimedOut
 from raypod.events import Event, InstanceStarted, InstanceWarned, PhaseBegun, Repaired, Resized
@@ -89,7 +89,7 @@ class Elastic:
         self._full, self.plan = full, plan
         self._fleet, self._kept, self._metrics, self._schedule = fleet, kept, kept.metrics, kept.schedule
         self._policy, self._stop, self._resumed = policy, stop, resumed
-        self._sources = fleet.started()[0].sources  # the files of raypod with which the run began
+        self._code = code_of(fleet.started()[0])  # the code with which the run began
         self._skipped: Set[str] = set()  # hosts with other files
 
     def shrink(self, gone: HostLost, began_s: float, resets: Resets) -> Iterator[Event]:
@@ -206,13 +206,13 @@ class Elastic:
         self._kept.lose_all()
         self._kept.snapshots.close()  # with other replicas the updates have other bits
         started = self._fleet.resize(plan)
-        different = [each for each in started if each.sources != self._sources]
+        different = [each for each in started if code_of(each) != self._code]
         if len(different) == len(started):  # an edit on a disk that all share
             different = []
         for each in different:
             if each.host not in self._skipped:
                 self._skipped.add(each.host)
-                text = f"host {each.host} is skipped: raypod's files there differ from those of the run; {COPY_FILES}"
+                text = f"host {each.host} is skipped: raypod's files or torch there differ from the run's; {COPY_FILES}"
                 yield InstanceWarned(each.instance, text, self.plan.log_file(each.instance))
         if different:
             return

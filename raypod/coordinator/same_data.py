@@ -1,4 +1,4 @@
-"""Check that all instances run the same raypod on the same data set, and decode its images alike."""
+"""Check that all instances run the same code on the same data set, and decode its images alike."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from raypod.errors import ConfigError
 from raypod.events import InstanceStarted
 from raypod.plan.plan import Plan
 
+# They determine the bits of the results. Ray requires that all hosts have the same Ray and Python.
+_PACKAGES = ("torch", "poptorch")
 COPY_FILES = "`raypod up FILE` copies the same to all hosts, or install the same version there"
 
 
 def check_same_data(plan: Plan, started: List[InstanceStarted], resumed: Optional[Checkpoint] = None) -> None:
-    """Check that all instances run the same files of raypod, and loaded the same data set: that of the checkpoint."""
+    """Check that all instances run the same raypod and torch, and loaded the same data set: that of the checkpoint."""
     first = started[0]
     for other in started:
         if other.host != first.host and other.sources != first.sources:  # one host has one folder of them
@@ -23,6 +25,12 @@ def check_same_data(plan: Plan, started: List[InstanceStarted], resumed: Optiona
                 f"{first.host} of instance {first.instance} (sha256 {other.sources[:12]} and {first.sources[:12]}); "
                 f"{COPY_FILES}"
             )
+        for package, ours, theirs in zip(_PACKAGES, code_of(first)[1:], code_of(other)[1:]):
+            if theirs != ours:
+                raise ConfigError(
+                    f"instance {other.instance} on host {other.host} has {package} {theirs}, and instance "
+                    f"{first.instance} on host {first.host} {ours}; install one version on all hosts"
+                )
         if other.data_fingerprint != first.data_fingerprint:
             raise ConfigError(
                 f"the data set of instance {other.instance} on host {other.host} differs from that of instance "
@@ -32,6 +40,12 @@ def check_same_data(plan: Plan, started: List[InstanceStarted], resumed: Optiona
     if resumed is not None:
         check_data(plan, resumed, first.data_fingerprint)
     _check_same_decoder(plan, started, resumed)
+
+
+def code_of(started: InstanceStarted) -> Tuple[Optional[str], ...]:
+    """Return what determines the code of an instance: the digest of raypod's files, and the versions of packages."""
+    versions = dict(started.versions)
+    return (started.sources, *(versions.get(package) for package in _PACKAGES))
 
 
 def _check_same_decoder(plan: Plan, started: List[InstanceStarted], resumed: Optional[Checkpoint]) -> None:

@@ -18,6 +18,7 @@ _READ_S = 5.0  # for all log files that only other hosts can read
 # What Ray reports of a process that ended without telling it, with possible causes.
 _CONNECTION_LOST = re.compile(r"Worker unexpectedly exits with a connection error code \d+\. End of file\..*")
 _WITHOUT_CAUSE = "it ended without a message, as a process does that is killed or out of memory"
+_NOTHING_STARTS = "the next process that Ray started there ended, too: is a disk of that host full?"
 _UNAVAILABLE = re.compile(
     r"The actor \w+ is unavailable: (.*?)\.? The task may or may not have been executed", re.DOTALL
 )
@@ -41,6 +42,8 @@ def death_causes(ray: Any, plan: Plan, errors: Dict[int, str]) -> Dict[int, str]
     for task in ready:
         try:
             exceptions[tasks[task]] = ray.get(task)
+        except ray.exceptions.WorkerCrashedError:
+            exceptions[tasks[task]] = _NOTHING_STARTS
         except ray.exceptions.RayError:
             continue  # that host is lost, too
     reasons = {index: death_reason(error) for index, error in errors.items()}

@@ -13,7 +13,8 @@ from raypod.pod import ssh
 
 # RAY_TMPDIR: as in the cluster files of this repository, or the default. Another user's could link to any file.
 _FOLDERS = "/tmp/ray-$(id -un)/ray /tmp/ray"
-MONITOR_LOG = "/ray/session_latest/logs/monitor.out"
+_MONITOR_LOG = "/ray/session_latest/logs/monitor.out"
+_SHOWN = f"RAY_TMPDIR{_MONITOR_LOG}"
 _OWN = "test -O $each || continue"
 # Reads a log, and prints the lines since a time of this host ($since); lines without a time belong to those before.
 _NEWER_LINES = """awk -v since="$since" '
@@ -62,7 +63,7 @@ def launcher_error(log: str) -> str:
 
 def monitor_log_script(since_s: float) -> str:
     """Return a shell script that prints what the autoscaler has logged in the last `since_s` seconds."""
-    log = f'"${{each%/ray}}{MONITOR_LOG}"'
+    log = f'"${{each%/ray}}{_MONITOR_LOG}"'
     return (
         f"{_set_since(since_s)}; for each in {_FOLDERS}; do {_OWN}; "
         f"tail -qn 400 {log} 2>/dev/null | {_NEWER_LINES}; done; true"
@@ -74,9 +75,9 @@ def autoscaler_error(log: str, address: str) -> str:
     lines = [line for line in log.splitlines() if not _SUCCESS.search(line)]
     about = [line for line in lines if address in line]
     if not about:
-        return f"the autoscaler on the head has logged nothing about it since this command began ({MONITOR_LOG})"
+        return f"the autoscaler on the head has logged nothing about it since this command began ({_SHOWN})"
     text = "\n".join(lines)
-    return f"the end of {MONITOR_LOG} on the head: {launcher_error(text)}"
+    return f"the end of {_SHOWN} on the head: {launcher_error(text)}"
 
 
 def raylet_logs_script(since_s: float) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Sequence
 
 from raypod.cli import shortened
 from raypod.errors import RunError
 from raypod.fleet import gcs
-from raypod.plan.cluster import Cluster
+from raypod.plan.cluster import Cluster, Host
 from raypod.plan.cluster_file import ClusterFile
 from raypod.pod import file_checks, loaded_sources, probe, ray_logs, ssh, stop_cluster, stop_runs
 from raypod.pod.collect_copies import Say
@@ -32,12 +32,35 @@ def wait_for_hosts(cluster: Cluster, file: ClusterFile, within_s: float, began_s
     if not answer["missing"]:
         return
     missing = [host for host in cluster.hosts if host.address in answer["missing"]]
-    reasons = ssh.map_hosts(missing, lambda host: ray_logs.why_missing(host, cluster, began_s))
+    other = _other_versions(cluster, missing)  # Ray's logs do not name them
+    reasons = ssh.map_hosts(missing, lambda host: other.get(host.name) or ray_logs.why_missing(host, cluster, began_s))
     lines = [f"{name}: {reason}" for name, reason in reasons.items()]
     lines += map(str, file_checks.key_warnings(file))
     gcs_error = f" ({answer['error']})" if answer["error"] else ""
     summary = f"{len(reasons)} of {len(cluster.hosts)} hosts did not join within {within_s:g} s (--wait-hosts)"
     raise RunError("\n  ".join([f"{cluster.name}: {summary}{gcs_error}", *lines]))
+
+
+def _other_versions(cluster: Cluster, hosts: Sequence[Host]) -> Dict[str, str]:
+    """Return which of `hosts` have another version of Ray or Python than the head, which cannot join, and both."""
+    versions = {}
+    for name, done in _interpreters(cluster, [cluster.hosts[0], *hosts], ["ray"]).items():
+        facts = (done.json_object("python") or {}).get("python", {})
+        if "error" not in facts and facts.get("packages", {}).get("ray"):
+            versions[name] = f"Ray {facts['packages']['ray']} with Python {facts['version']}"
+    head = cluster.hosts[0].name
+    return {
+        name: f"has {found}, but the head {versions[head]}: install the same versions"
+        for name, found in versions.items()
+        if head in versions and found != versions[head]
+    }
+
+
+def _interpreters(cluster: Cluster, hosts: Sequence[Host], packages: Sequence[str] = ()) -> Dict[str, ssh.Result]:
+    """Return what `probe` finds about the interpreter of the cluster file on hosts, with the versions of packages."""
+    settings = {"only": "python", "python": cluster.python, "sdk": cluster.sdk, "packages": packages}
+    words, program = ["python3", "-", json.dumps(settings)], Path(probe.__file__).read_text()
+    return ssh.map_hosts(hosts, lambda host: ssh.run_on(host, cluster.ssh, words, program, ssh.SLACK_S))
 
 
 def _missing_hosts(cluster: Cluster, file: ClusterFile, within_s: float) -> Dict[str, Any]:
@@ -87,9 +110,7 @@ def compare_sources(cluster: Cluster, file: ClusterFile, restart: str, mode: str
 
 def check_python(cluster: Cluster, file: ClusterFile, say: Say) -> None:
     """Warn of the hosts on which the interpreter of the cluster file does not run; `ray up` does not use it."""
-    settings = {"only": "python", "python": cluster.python, "sdk": cluster.sdk}
-    words, program = ["python3", "-", json.dumps(settings)], Path(probe.__file__).read_text()
-    found = ssh.map_hosts(cluster.hosts, lambda host: ssh.run_on(host, cluster.ssh, words, program, ssh.SLACK_S))
+    found = _interpreters(cluster, cluster.hosts)
     failed: Dict[str, List[str]] = {}
     for name, done in found.items():
         answer = done.json_object("python")

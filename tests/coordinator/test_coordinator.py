@@ -39,7 +39,9 @@ def test_a_run_of_256_instances_yields_every_update(make: Make) -> None:
     assert not only(events[-1:], RunEnded).interrupted
 
 
-def test_hosts_with_other_files_of_raypod_are_an_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_with_other_files_of_raypod_or_another_torch_are_an_error(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = plan_of(make, 3)
     fleet = ScriptedFleet(plan)
     first, *others = fleet.start()
@@ -48,6 +50,11 @@ def test_hosts_with_other_files_of_raypod_are_an_error(make: Make, monkeypatch: 
     monkeypatch.setattr(fleet, "start", lambda: started)  # instance 1 started on the same host, after an edit
     words = r"files on host another of instance 2 differ from .* \(sha256 c and a\); `raypod up FILE` copies the same"
     with pytest.raises(ConfigError, match=words):
+        events_of(plan, fleet)
+    versions = [dataclasses.replace(each, versions=(("torch", "2.13.0"),)) for each in (first, *others)]
+    versions[-1] = dataclasses.replace(others[-1], host="another", versions=(("torch", "2.0.1"),))
+    monkeypatch.setattr(fleet, "start", lambda: versions)
+    with pytest.raises(ConfigError, match=r"instance 2 on host another has torch 2\.0\.1, and instance 0 on .* 2\.13"):
         events_of(plan, fleet)
 
 

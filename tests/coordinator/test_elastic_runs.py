@@ -202,19 +202,22 @@ def test_a_state_that_no_disk_takes_before_the_first_checkpoint_ends_the_run(tmp
     assert fleet.saved_on == [0]
 
 
-def test_a_returned_host_with_other_files_of_raypod_is_skipped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "other"), [("sources", "b"), ("versions", (("torch", "2.0.1"),))], ids=["files", "torch"]
+)
+def test_a_returned_host_with_other_code_is_skipped(tmp_path: Path, code: str, other: Any) -> None:
     class OtherFiles(Pod):
         def started(self) -> List[InstanceStarted]:
             has_returned = self._plan.geometry.num_instances == len(HOSTS) and not self.fails_at
-            sources = {"d": "b"} if has_returned else {}
-            return [dataclasses.replace(each, sources=sources.get(each.host, "a")) for each in super().started()]
+            changed = {"d": {code: other}} if has_returned else {}
+            return [dataclasses.replace(each, **changed.get(each.host, {})) for each in super().started()]
 
     plan = plan_on(tmp_path)
     fleet = OtherFiles(plan)
     fleet.returns_at = {17: "d"}
     events = recorded(plan, fleet)
     (warning,) = of(events, InstanceWarned)
-    assert warning.text.startswith("host d is skipped: raypod's files there differ from those of the run; `raypod up")
+    assert warning.text.startswith("host d is skipped: raypod's files or torch there differ from the run's; `raypod up")
     assert changes(events)[-1][3] == "ab"  # 8 replicas do not divide by three hosts
     assert only(events, RunEnded).updates == 40
 

@@ -10,7 +10,7 @@ import pytest
 from raypod.fleet import death_cause
 from raypod.fleet.death_cause import death_reason, exception_in
 from raypod.plan.plan import Plan
-from tests.support.scripted_ray import ScriptedRay
+from tests.support.scripted_ray import Ref, ScriptedRay, WorkerCrashed, node
 
 OF_RAY = (
     "[2026 E 8 9] logging.cc:118: Unhandled exception: 1E. what(): new /a/_raylet.so(+0x18) [0x7f] ray::operator<<()"
@@ -92,3 +92,14 @@ def test_a_known_cause_replaces_what_ray_supposes(
     detail = "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file."
     error = f"The actor died unexpectedly before finishing this task.\n\tpid: 7\n{detail}"
     assert death_cause.death_causes(ScriptedRay(monkeypatch), make(), {1: error}) == {1: cause}
+
+
+def test_a_host_on_which_no_process_starts_is_named(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Plan]) -> None:
+    monkeypatch.setattr(death_cause, "exception_in", lambda log_file, header: None)
+    monkeypatch.setattr(death_cause, "node_affinity", lambda node: {"node": node["NodeID"]})
+    ray = ScriptedRay(monkeypatch, node("10.0.0.12"))
+    ray.start = lambda options, *arguments: Ref(WorkerCrashed())
+    detail = "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file."
+    error = f"The actor died unexpectedly before finishing this task.\n\tpid: 7\n\tip: 10.0.0.12\n{detail}"
+    cause = "it crashed (the next process that Ray started there ended, too: is a disk of that host full?)"
+    assert death_cause.death_causes(ray, make(), {1: error}) == {1: f"its process died: {cause}"}

@@ -380,6 +380,25 @@ def test_only_the_wait_for_missing_hosts_is_announced(
     assert capsys.readouterr().err == ""
 
 
+def test_a_host_with_another_version_of_ray_than_the_head_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_missing(monkeypatch, *2 * [["10.0.0.13", "10.0.0.14"]])
+    answer = ssh.run_on
+
+    def run_on(host: Host, options: Ssh, words: List[str], *rest: Any, **others: Any) -> ssh.Result:
+        if '"only": "python"' not in words[2]:
+            return answer(host, options, words, *rest, **others)
+        packages = {"ray": "2.10.0" if host.address == "10.0.0.14" else "2.60.0"}
+        return ssh.Result(0, json.dumps({"python": {"version": "3.11.7", "packages": packages}}), "")
+
+    monkeypatch.setattr(ssh, "run_on", run_on)
+    with pytest.raises(RunError) as error:
+        wait_for_hosts(SHIPPED.read_text(), 9)
+    reasons = str(error.value).splitlines()[1:]
+    assert "Ray 2" not in reasons[0]
+    cause = "has Ray 2.10.0 with Python 3.11.7, but the head Ray 2.60.0 with Python 3.11.7: install the same versions"
+    assert reasons[1] == f"  10.0.0.14: {cause}"
+
+
 def test_hosts_that_do_not_join_without_a_key_of_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "auth.ssh_private_key is not set: the head logs in to the workers with its own default key"
     line = "  ssh_private_key: ~/.ssh/id_ed25519\n"

@@ -20,6 +20,10 @@ class ActorDied(RayError):
     """The process of an actor has ended."""
 
 
+class WorkerCrashed(RayError):
+    """The process of a task has ended."""
+
+
 class GetTimeout(RayError):
     """A result was not ready in time."""
 
@@ -69,7 +73,11 @@ class ScriptedRay:
     """
 
     exceptions = SimpleNamespace(
-        RayError=RayError, RayActorError=ActorDied, RayTaskError=TaskError, GetTimeoutError=GetTimeout
+        RayError=RayError,
+        RayActorError=ActorDied,
+        RayTaskError=TaskError,
+        GetTimeoutError=GetTimeout,
+        WorkerCrashedError=WorkerCrashed,
     )
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *nodes: Dict[str, Any]) -> None:
