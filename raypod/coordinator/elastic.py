@@ -12,8 +12,7 @@ from typing import Iterator, List, Optional, Sequence, Set, Tuple, cast
 from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import restart_point
 from raypod.coordinator.kept_state import KeptState
-from raypod.coordinator.recovery import FailurePolicy, begin
-from raypod.coordinator.resets import Resets
+from raypod.coordinator.recovery import FailurePolicy, Resets, begin
 from raypod.coordinator.same_data import COPY_FILES, check_same_data, code_of
 from raypod.coordinator.stop import Stop
 from raypod.errors import ClusterError, ConfigError, HostLost, PodTooSmall, WaitTimedOut

@@ -12,7 +12,7 @@ from raypod.checkpoint import storage
 from raypod.checkpoint.format import Manifest
 from raypod.checkpoint.snapshots import Place, SnapshotMemory
 from raypod.checkpoint.transfer import Server
-from raypod.coordinator.checkpoint_access import write_from_host
+from raypod.coordinator.checkpoint_schedule import write_from_host
 from raypod.events import SaveReport
 from raypod.fleet.base import Fleet
 from raypod.plan.plan import Plan

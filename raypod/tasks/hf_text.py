@@ -11,10 +11,9 @@ from torch.nn import functional
 
 from raypod.datasets import corpus
 from raypod.datasets.hf_folder import HfFolder
-from raypod.datasets.masking import IGNORED, MaskedSource
 from raypod.datasets.samples import Arrays, SampleSource
 from raypod.datasets.source import Batch, Source
-from raypod.datasets.text import TextSource, Windows
+from raypod.datasets.text import IGNORED, MaskedSource, TextSource, Windows
 from raypod.errors import ConfigError
 from raypod.model import hf_models
 from raypod.plan.config import Config
