@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence
 
 from raypod.cli import report_errors, show
 from raypod.errors import ConfigError
+from raypod.host.files import create_folder, create_numbered_folder
 from raypod.host.redaction import Redaction
 from raypod.host.sdk import Sdk, sdk_for_programs, without_horovod
 from raypod.launcher import options
@@ -21,7 +24,6 @@ from raypod.launcher.output import Console, Output
 from raypod.launcher.partition import partition
 from raypod.launcher.programs import Programs
 from raypod.launcher.ray_hosts import RayHosts
-from raypod.launcher.run_files import check_files, claim_run_folder, write_options
 from raypod.launcher.supervision import Signals, StdinForwarder, Supervision
 from raypod.plan import tables
 from raypod.plan.cluster import Cluster, cluster_of, cluster_of_file, read_cluster
@@ -65,7 +67,7 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
     if request.strict and sdk.has_ipus:
         _say("--strict has no effect: the programs use the real SDK")
     _check(request, request.host_subnet or arguments.network)
-    check_files(request)
+    _check_files(request)
     if request.program:
         check_port(request.status_port)
     sizes = Sizes(request.num_replicas, request.num_instances, request.ipus_per_replica)
@@ -113,7 +115,7 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
             _say(f"warning: {line}")
         if sdk.has_ipus and without_horovod():
             _say(sdk.line)
-        folder = claim_run_folder(request)
+        folder = _claim_run_folder(request)
         write_options(without_values(request), Path(folder, LAUNCH_OPTIONS), "--run-dir")
         status.run_dir = folder
         hosts_of = [spec.host for spec in placement.instances]
@@ -159,6 +161,78 @@ def _cluster(request: Request) -> Cluster:
 def _export(request: Request) -> None:
     if request.export_config:
         write_options(request, Path(request.export_config), "--export-config")
+
+
+def _check_files(request: Request) -> None:
+    """Check --run-dir and --export-config before anything is started or written.
+
+    Raises:
+        ConfigError: The run folder is not empty, or the options would overwrite a file or cannot be written.
+    """
+    if request.run_dir:
+        _check_empty(Path(request.run_dir))
+    if request.export_config:
+        path = os.path.abspath(request.export_config)  # noqa: PTH100 - these functions raise no OSError
+        if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):  # noqa: PTH112, PTH120
+            raise ConfigError(f"--export-config {path}: not a file in a folder that can be written")
+        if os.path.exists(path) and not request.overwrite_config:  # noqa: PTH110
+            raise ConfigError(f"--export-config {path}: the file exists; --overwrite-config replaces it")
+
+
+def write_options(request: Request, path: Path, option: str) -> None:
+    """Write the options as YAML for --import-config; `option` names the file in the message of a ConfigError.
+
+    A new file is private to the user: the values of variables can be secrets.
+    """
+    try:
+        with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600), encoding="utf-8") as file:
+            file.write(options.export(request))
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}") from None
+
+
+def _claim_run_folder(request: Request) -> str:
+    """Create the run folder with a new folder `logs` in it, atomically, and return its absolute path.
+
+    It is --run-dir, or `runs/<time>-launch-<program>`, with a number appended if that exists.
+
+    Raises:
+        ConfigError: --run-dir is not empty, or a folder cannot be created.
+    """
+    folder = Path(os.path.abspath(request.run_dir or _default_folder(request)))  # noqa: PTH100 - keeps symlinks
+    try:
+        if request.run_dir:
+            _check_empty(folder)
+        else:
+            folder = create_numbered_folder(folder)[-1]
+        create_folder(folder / "logs")
+    except FileExistsError:
+        raise ConfigError(_used(folder, "it contains the logs of another launch")) from None
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to the run folder {folder}: {error.strerror}; choose another --run-dir"
+        ) from None
+    return str(folder)
+
+
+def _check_empty(folder: Path) -> None:
+    try:
+        if any(folder.iterdir()):
+            raise ConfigError(_used(folder, "the folder is not empty"))
+    except FileNotFoundError:
+        pass  # it is created later
+    except OSError as error:
+        raise ConfigError(_used(folder, str(error.strerror))) from None
+
+
+def _used(folder: Path, why: str) -> str:
+    return f"--run-dir {folder}: {why}; choose another folder, or remove this one"
+
+
+def _default_folder(request: Request) -> str:
+    scripts = [word for word in request.program[:4] if word.endswith((".py", ".sh"))]
+    name = re.sub(r"[^\w.-]+", "-", Path((scripts or request.program)[0]).stem) or "program"
+    return f"runs/{time.strftime('%Y%m%d-%H%M%S')}-launch-{name}"
 
 
 def _working_folder() -> str:

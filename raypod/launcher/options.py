@@ -172,15 +172,14 @@ def parse(words: Sequence[str]) -> Tuple[Request, Optional[str]]:
     Raises:
         ConfigError: An option is unknown or has an invalid value.
     """
-    scanner = _Scanner(words)
-    scanner.scan()
-    imported = _read_file(scanner.given["import_config"]) if "import_config" in scanner.given else {}
-    given = {**imported, **scanner.given}
+    program = list(words)
+    own, verbosity, query = _scan(program)
+    given = {**(_read_file(own["import_config"]) if "import_config" in own else {}), **own}
     values = {**{option.key: option.default for option in OPTIONS}, **given}
     for key, instead in _REFUSED.items():
         if values[key]:
             raise ConfigError(f"--{BY_KEY[key].name}: raypod copies nothing to hosts; {instead}")
-    return Request(values, tuple(given), scanner.verbosity, tuple(scanner.program)), scanner.query
+    return Request(values, tuple(given), verbosity, tuple(program)), query
 
 
 def export(request: Request) -> str:
@@ -230,60 +229,48 @@ def _described(name: str, text: str) -> List[str]:
     return [f"  {name if index == 0 else '':{_COLUMN - 2}}{part}" for index, part in enumerate(parts)]
 
 
-class _Scanner:
-    """A scanner of the words before the program."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self._words: List[str] = list(words)
-        self.given: Dict[str, Any] = {}
-        self.verbosity = 0
-        self.query: Optional[str] = None
-        self.program: List[str] = []
-
-    def scan(self) -> None:
-        """Consume options until the program begins."""
-        while self._words:
-            word = self._words.pop(0)
-            if word == "--" or not word.startswith("-"):
-                self.program = self._words if word == "--" else [word, *self._words]
-                return
-            if word.lstrip("-") in ("v", "vv", "vvv"):
-                self.verbosity += len(word.lstrip("-"))
-            elif word.lstrip("-") in (*_QUERIES, "h"):
-                self.query = self.query or {"h": "help"}.get(word.lstrip("-"), word.lstrip("-"))
-            else:
-                self._scan_option(word)
-
-    def _scan_option(self, word: str) -> None:
-        option, text = self._find(word)
-        if option.kind == YES_NO:
-            value: Any = self._yes_or_no(option, text)
-        elif text is None and (not self._words or (option.kind != WORDS and self._words[0].startswith("--"))):
-            found = f", not {self._words[0]}" if self._words else ""
-            raise ConfigError(f"{_flag(option)} needs a value{found}")
+def _scan(words: List[str]) -> Tuple[Dict[str, Any], int, Optional[str]]:
+    """Remove the options before the program from the words; return their values, the verbosity and the query."""
+    given: Dict[str, Any] = {}
+    verbosity, query = 0, None
+    while words and words[0].startswith("-") and words[0] != "--":
+        word = words.pop(0)
+        name = word.lstrip("-")
+        if name in ("v", "vv", "vvv"):
+            verbosity += len(name)
+        elif name in (*_QUERIES, "h"):
+            query = query or ("help" if name == "h" else name)
         else:
-            value = convert(option, self._words.pop(0) if text is None else text)
-        if option.is_repeated:
-            value = (*self.given.get(option.key, ()), value)
-        self.given[option.key] = value
+            option, text = _find(word)
+            value = convert(option, _following(option, words) if text is None else text)
+            given[option.key] = (*given.get(option.key, ()), value) if option.is_repeated else value
+    if words[:1] == ["--"]:
+        words.pop(0)
+    return given, verbosity, query
 
-    def _find(self, word: str) -> Tuple[Option, Optional[str]]:
-        name, equals, text = word.partition("=")
-        if name.startswith("--"):
-            option = BY_KEY.get(name[2:].replace("-", "_"))
-            if option is None or option.letter == "x":
-                _unknown(name)
-            return option, text if equals else None
-        option = _LETTERS.get(word[1:2])
-        if option is None:
-            _unknown(word)
-        return option, word[2:] or None
 
-    def _yes_or_no(self, option: Option, text: Optional[str]) -> bool:
-        follows = self._words[0].lower() if len(self._words) > 1 else ""  # the last word is the program
-        if text is None:
-            return convert(option, self._words.pop(0)) if follows in (*_YES, *_NO) else True
-        return bool(convert(option, text))
+def _find(word: str) -> Tuple[Option, Optional[str]]:
+    """Return the option of a word, and its value if the word contains it."""
+    name, equals, text = word.partition("=")
+    if name.startswith("--"):
+        option = BY_KEY.get(name[2:].replace("-", "_"))
+        if option is None or option.letter == "x":
+            _unknown(name)
+        return option, text if equals else None
+    option = _LETTERS.get(word[1:2])
+    if option is None:
+        _unknown(word)
+    return option, word[2:] or None
+
+
+def _following(option: Option, words: List[str]) -> str:
+    """Remove the value of an option from the words after it."""
+    if option.kind == YES_NO:
+        follows = words[0].lower() if len(words) > 1 else ""  # the last word is the program
+        return words.pop(0) if follows in (*_YES, *_NO) else "yes"
+    if not words or (option.kind != WORDS and words[0].startswith("--")):
+        raise ConfigError(f"{_flag(option)} needs a value{f', not {words[0]}' if words else ''}")
+    return words.pop(0)
 
 
 def convert(option: Option, value: Any) -> Any:

@@ -24,7 +24,6 @@ from raypod.cli import FlagParser, show
 from raypod.errors import ConfigError
 from raypod.plan import shipped
 from raypod.pod import wheels
-from raypod.pod.bundle_script import INSTALL
 
 _VERSION = ".".join(map(str, sys.version_info[:2]))
 _START_S = 60.0  # limit of the start of an interpreter
@@ -33,6 +32,32 @@ _GLIBC_MINOR = 31  # that of Ubuntu 20.04, the system of hosts with the Poplar S
 _POD = "ray[default]"  # the extra pod
 _DESCRIPTION = """Write a folder of wheels for hosts without a package index: raypod[pod], what it needs, and
 REQUIREMENT...; install it there with: sh FOLDER/install.sh VENV"""
+# `install.sh` of the folder; `@PYTHON@` stands for the version of the hosts' Python.
+_INSTALL = """#!/bin/sh
+# Install the wheels of this folder: sh install.sh VENV [PYTHON]. pip compares their hashes with requirements.txt, and
+# uses no package index.
+set -eu
+if [ $# -lt 1 ]; then
+    echo "usage: sh install.sh VENV [PYTHON]" >&2
+    exit 2
+fi
+here=$(cd "$(dirname "$0")" && pwd)
+venv=$1
+python=${2:-python@PYTHON@}
+if [ -x "$venv/bin/python" ]; then
+    python=$venv/bin/python
+elif ! command -v "$python" >/dev/null; then
+    python=python3
+fi
+if ! "$python" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "@PYTHON@")'; then
+    echo "install.sh: this bundle is for Python @PYTHON@, and $python is another version" >&2
+    echo "name one: sh install.sh VENV PYTHON" >&2
+    exit 2
+fi
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-index --find-links "$here/wheels" \\
+    --require-hashes -r "$here/requirements.txt"
+"""
 
 
 class Target(NamedTuple):
@@ -230,4 +255,4 @@ def _describe(folder: Path, target: Target) -> None:
     (folder / "requirements.txt").write_text("\n".join(lines) + "\n")
     manifest = {"python": target.python, "platforms": list(target.platforms), "sha256": hashes}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    (folder / "install.sh").write_text(INSTALL.replace("@PYTHON@", target.python))
+    (folder / "install.sh").write_text(_INSTALL.replace("@PYTHON@", target.python))

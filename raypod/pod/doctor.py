@@ -27,9 +27,17 @@ from raypod.plan.config import Config
 from raypod.plan.placement import Sizes, place
 from raypod.plan.urls import is_url
 from raypod.pod import file_checks, host_folders, probe, program_check, ssh
-from raypod.pod.finding import OK, RAY_CLUSTER, TROUBLE, WARN, Expected, Facts, Finding
-from raypod.pod.findings import examine
-from raypod.pod.listeners import MONITOR_PORTS
+from raypod.pod.findings import (
+    MONITOR_PORTS,
+    OK,
+    RAY_CLUSTER,
+    TROUBLE,
+    WARN,
+    Expected,
+    Facts,
+    Finding,
+    examine,
+)
 from raypod.tasks.registry import schema_for
 
 _PROBE_TIMEOUT_S = 60.0

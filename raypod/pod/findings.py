@@ -5,22 +5,56 @@ Facts are the output of `probe.py`; for a host that could not be probed, an erro
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from typing import Callable, Dict, Iterator, List, Mapping, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 from raypod.fleet import gcs, ray_admission
 from raypod.host import horovod_address, vipu
-from raypod.host.interfaces import is_address, is_in
+from raypod.host.interfaces import is_address, is_in, is_loopback
 from raypod.plan.cluster import Cluster
-from raypod.pod.finding import OK, RAY_CLUSTER, TROUBLE, WARN, Expected, Facts, Finding
-from raypod.pod.listeners import exposure, ports
 
+OK, WARN, TROUBLE = "ok", "warn", "trouble"
+RAY_CLUSTER = "Ray cluster"  # the subject of the finding that Ray does not run; `way_out` starts it
+
+Facts = Mapping[str, Any]
+MONITOR_PORTS = (44217, 44227)  # metrics of the autoscaler and the dashboard; Ray has no flag for them
+DASHBOARD_PORT = 8265
+_RAY_CLIENT_PORT = 10001
+_ANY = ("0.0.0.0", "::")
 _GIB = 1 << 30
 _CLOCK_WARN_S, _CLOCK_TROUBLE_S = 2.0, 30.0
 _RUN_FOLDER_TROUBLE_BYTES, _RUN_FOLDER_WARN_BYTES = _GIB // 4, 2 * _GIB
 _MIN_SHM_FREE_BYTES, _MIN_SHM_BYTES = _GIB // 4, _GIB
 _MIN_OPEN_FILES = 8192
 _MUST_MATCH = ("ray", "torch", "torchvision", "poptorch", "horovod")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One finding: a line of the doctor's table. `host` is "" for a finding about the whole pod."""
+
+    level: str
+    host: str
+    what: str
+    text: str
+    way_out: str = ""  # what to do
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """The requirements of a run on the hosts, from the cluster file and the flags."""
+
+    cluster: Cluster
+    file: str = "FILE"  # the cluster file as the command names it
+    python_setting: str = "metadata.raypod.python"  # where the file names the interpreter
+    ports: Tuple[int, ...] = ()  # fixed by the start commands, without the ports of workers
+    worker_ports: Tuple[int, int] = (0, 0)
+    metrics_port: int = 0  # the one of `ports` that Prometheus scrapes
+    data_dir: Optional[str] = None
+    requires_ipus: Optional[bool] = None  # None: only on hosts that have IPUs
+    may_use_horovod: bool = True  # an installed Horovod is used
+    gcs: Optional[gcs.Answer] = None  # the answer to a request without a token; None if not requested
 
 
 def examine(expected: Expected, hosts: Mapping[str, Union[Facts, str]]) -> List[Finding]:
@@ -33,7 +67,7 @@ def examine(expected: Expected, hosts: Mapping[str, Union[Facts, str]]) -> List[
     known = {name: facts for name, facts in hosts.items() if not isinstance(facts, str)}
     found += [Finding(OK, name, "reachable", f"as {facts['user']}") for name, facts in known.items()]
     checks: List[Callable[[Expected, str, Facts], Iterator[Finding]]]
-    checks = [_python, _ipus, _network, _horovod, ports, exposure, _folders, _data, _limits, _token, _autoscaler]
+    checks = [_python, _ipus, _network, _horovod, _ports, _exposure, _folders, _data, _limits, _token, _autoscaler]
     for check in checks:
         for name, facts in known.items():
             found += check(expected, name, facts)
@@ -296,3 +330,74 @@ def _grouped(values: Mapping[str, str]) -> str:
     for host, value in values.items():
         hosts.setdefault(value, []).append(host)
     return "; ".join(f"{value}: {', '.join(names)}" for value, names in hosts.items())
+
+
+def _ports(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
+    """Check that the ports of the start commands are free, or used by this cluster."""
+    if not expected.ports:
+        return
+    cluster, taken, ours = expected.cluster, {}, 0
+    for each in facts["listening"]:
+        is_workers = expected.worker_ports[0] <= each["port"] <= expected.worker_ports[1]
+        if each["port"] in expected.ports or is_workers:
+            is_driver = is_workers and each["is_ray"] and each["cluster"] is None
+            if each["cluster"] == cluster.name or is_driver:
+                ours += 1
+            else:
+                taken[each["port"]] = each
+    for port, each in sorted(taken.items()):
+        owner = f"{each['program']}, pid {each['pid']}" if each["pid"] else "a process of another user"
+        of_cluster = f" of the cluster {each['cluster']}" if each["cluster"] else ""
+        if each["is_orphan"]:
+            text = f"{port} is in use by {owner}, which is left of a Ray that has ended"
+            yield Finding(WARN, host, "ports", text, "it ends by itself within a minute")
+            continue
+        way_out = "stop it, or change the ports in the start commands"
+        yield Finding(TROUBLE, host, "ports", f"{port} is in use by {owner}{of_cluster}", way_out)
+    others = sum(1 for mark in facts["clusters"] if mark != cluster.name)
+    if others:
+        text = f"{others} other Ray cluster{'s' if others > 1 else ''} on this host"
+        yield Finding(WARN, host, "ports", text, "`raypod up` and `down` do not affect other clusters")
+    if not taken:
+        yield Finding(OK, host, "ports", "in use by this cluster" if ours else f"{len(expected.ports)} free")
+
+
+def _exposure(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
+    """Check the addresses on which this cluster listens.
+
+    Ray binds most of its ports to all interfaces and protects them by the token.
+    """
+    name, (first, last) = expected.cluster.name, expected.worker_ports
+    ours = [each for each in facts["listening"] if each["cluster"] == name and not is_loopback(each["address"])]
+    if not ours or expected.cluster.is_local:
+        return
+    for each in ours:
+        if each["port"] == DASHBOARD_PORT:
+            text = f"listens on {each['address']}:{DASHBOARD_PORT}"
+            way_out = "start Ray with --dashboard-host=127.0.0.1, and use `ray dashboard`"
+            yield Finding(TROUBLE, host, "dashboard", text, way_out)
+    known = {*expected.ports, *range(first, last + 1), *MONITOR_PORTS, _RAY_CLIENT_PORT}
+    rest = [each for each in ours if each["port"] not in known]
+    open_to_all = sorted({each["port"] for each in rest if each["address"] in _ANY})
+    if open_to_all:
+        numbers = ", ".join(map(str, open_to_all))
+        text = f"{numbers}: ports of Ray on all interfaces that no start command fixes"
+        yield Finding(WARN, host, "exposed", text, "restrict access to the hosts by a firewall")
+    network = expected.cluster.data_network or next((e.address for e in expected.cluster.hosts if e.name == host), host)
+    outside = {f"{e['address']}:{e['port']}" for e in rest if e["address"] not in _ANY and not _is_of(e, network)}
+    if outside:
+        text = f"{', '.join(sorted(outside))}: of an instance, outside the data network {network}"
+        yield Finding(WARN, host, "exposed", text, "correct metadata.raypod.data_network and restart the run")
+    pages = sorted({each["port"] for each in ours if each["port"] in (*MONITOR_PORTS, expected.metrics_port)})
+    if pages:
+        text = f"{', '.join(map(str, pages))}: metrics, readable without the token"
+        way_out = "restrict access to the hosts and the metrics collector by a firewall"
+        yield Finding(WARN, host, "exposed", text, way_out)
+    inside = f", {len(rest)} of instances in {network}" if rest and not open_to_all and not outside else ""
+    of_ray = len({each["port"] for each in ours if each["port"] in known})
+    yield Finding(OK, host, "exposed", f"{of_ray} ports of Ray{inside} (see docs/explanation/security.md)")
+
+
+def _is_of(listener: Mapping[str, Any], network: str) -> bool:
+    address = str(listener["address"]).replace("::ffff:", "")
+    return is_address(address) and is_in(address, network)

@@ -24,7 +24,7 @@ from raypod.launcher.host_process import HostProcess
 from raypod.launcher.records import Program, ProgramEnd
 from raypod.launcher.supervision import Signals
 from raypod.plan.environment import join_path
-from raypod.pod.finding import OK, TROUBLE, WARN, Finding
+from raypod.pod.findings import OK, TROUBLE, WARN, Finding
 
 TIMEOUT_S = 300.0
 _GRACE_S = 10.0  # for a program to clean up after its call, and again after SIGTERM

@@ -21,8 +21,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 from raypod.errors import ClusterError
 from raypod.host.interfaces import interface_addresses
 from raypod.plan.cluster import Host, Ssh
-from raypod.pod.file_checks import HEAD_KEY_PATH
-from raypod.pod.ssh_key import has_passphrase
+from raypod.pod.file_checks import HEAD_KEY_PATH, has_passphrase
 
 CONNECT_S = 8
 SLACK_S = 30.0  # for ssh and Python to start on a host, beyond the time of the program itself

@@ -11,10 +11,9 @@ from typing import Callable, List
 import pytest
 
 from raypod.errors import ClusterError, ConfigError
-from raypod.launch import main
+from raypod.launch import main, write_options
 from raypod.launcher.mpi_arguments import parse_mpi_arguments, without_values
 from raypod.launcher.options import OPTIONS, Request, export, parse
-from raypod.launcher.run_files import write_options
 from raypod.plan import tables
 from raypod.plan.cluster import LOCAL, Cluster, cluster_of, cluster_of_file, expand_hosts
 from raypod.plan.placement import Sizes, check_ilds, place

@@ -12,8 +12,7 @@ import pytest
 from raypod.fleet import gcs
 from raypod.plan.cluster import LOCAL, Cluster, Host, VipuPartition
 from raypod.pod.doctor import render_findings
-from raypod.pod.finding import OK, TROUBLE, WARN, Expected, Finding
-from raypod.pod.findings import examine
+from raypod.pod.findings import OK, TROUBLE, WARN, Expected, Finding, examine
 
 GIB = 1 << 30
 HOSTS = ("10.0.0.1", "10.0.0.2")

@@ -14,7 +14,7 @@ from raypod.__main__ import main
 from raypod.errors import ConfigError
 from raypod.launcher.records import ProgramEnd
 from raypod.pod import program_check
-from raypod.pod.finding import OK, TROUBLE, WARN, Finding
+from raypod.pod.findings import OK, TROUBLE, WARN, Finding
 from raypod.pod.program_check import Outcome, conclude, render
 from tests.support.bounded import wait_until
 
