@@ -49,7 +49,7 @@ def check_host_name(host: str) -> None:
 
 def uses_installed_horovod() -> bool:
     """Return whether `import horovod.torch` imports an installed Horovod (the emulated one defers to it)."""
-    return importlib.util.find_spec("horovod.runner") is not None
+    return all(importlib.util.find_spec(name) is not None for name in ("horovod", "horovod.runner"))
 
 
 def caused_by_peer(error: BaseException) -> bool:

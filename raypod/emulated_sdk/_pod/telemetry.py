@@ -136,7 +136,7 @@ def span(name: str, category: str) -> ContextManager[None]:
 
 def _is_in_horovod(thread: int) -> bool:
     horovod = sys.modules.get("horovod")
-    if horovod is None or str(horovod.__file__).startswith(activation.FOLDER):
+    if horovod is None or str(getattr(horovod, "__file__", None)).startswith(activation.FOLDER):
         return False
     frame = sys._current_frames().get(thread)
     while frame is not None:

@@ -25,8 +25,7 @@ from poptorch.environment import ipuHardwareIsAvailable, ipuHardwareVersion, set
 from poptorch.environment import logger as logger
 from poptorch.errors import Error, RecoverableError, UnrecoverableError
 from poptorch.executor.compile_context import register_geometric, registerPostCompileHook, registerPreCompileHook
-from poptorch.executor.executor import PoplarExecutor
-from poptorch.executor.wrapping import inferenceModel, load, trainingModel
+from poptorch.executor.executor import PoplarExecutor, inferenceModel, load, trainingModel
 from poptorch.ops import *  # noqa: F403
 from poptorch.options import *  # noqa: F403
 from poptorch.options.base import hint_of_removed

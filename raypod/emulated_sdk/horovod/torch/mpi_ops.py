@@ -1,4 +1,4 @@
-"""`horovod.torch.mpi_ops`: the collective functions of Horovod 0.28, and everything of `_basics`."""
+"""`horovod.torch.mpi_ops`: the collective functions of Horovod 0.28, its build, and everything of `_basics`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any, Callable, List, Tuple
 import torch
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.torch import _basics, _build
+from horovod.torch import _basics
 from horovod.torch._basics import *  # noqa: F403  # every name of its __all__
-from horovod.torch._build import *  # noqa: F403
 from horovod.torch._checks import checked_integer
 from horovod.torch._collectives import (
     Allgather,
@@ -18,15 +17,24 @@ from horovod.torch._collectives import (
     Broadcast,
     Reducescatter,
     collective_function,
+    sparse_allreduce_async,
 )
 from horovod.torch._engine import poll, submit, synchronize
 from horovod.torch._operations import Barrier, Join, ReduceOp
 from horovod.torch._process_sets import ProcessSet, engine_of, global_process_set
-from horovod.torch._sparse import sparse_allreduce_async
 
 __all__ = [
     *_basics.__all__,
-    *_build.__all__,
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
     "Adasum",
     "Average",
     "HorovodInternalError",
@@ -112,3 +120,53 @@ def join(device: int = -1) -> int:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of the process set have called it."""
     synchronize(submit(engine_of(process_set, "barrier"), "barrier", None, lambda key: Barrier("barrier")))
+
+
+def mpi_built() -> bool:
+    """Return False."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Return False."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """Raise ValueError, as Horovod does without MPI."""
+    raise ValueError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
+
+
+def gloo_built() -> bool:
+    """Return True: the emulated collectives use Gloo."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Return True."""
+    return True
+
+
+def nccl_built() -> int:
+    """Return 0: there is no NCCL."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return False."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Return False."""
+    return False

@@ -14,7 +14,7 @@ import torch
 
 from horovod.torch._basics import ProcessSet, global_process_set, size
 from horovod.torch._checks import reject_adasum
-from horovod.torch._sparse import absent_allreduce_async_
+from horovod.torch._collectives import absent_allreduce_async_
 from horovod.torch.compression import Compression
 from horovod.torch.functions import broadcast_object
 from horovod.torch.mpi_ops import (

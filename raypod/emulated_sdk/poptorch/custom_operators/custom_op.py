@@ -8,7 +8,7 @@ import torch
 
 from poptorch import findings
 from poptorch.custom_operators import registry
-from poptorch.custom_operators.emulated import Emulation, Kind, OperatorId, run
+from poptorch.custom_operators.registry import Emulation, Kind, OperatorId, run
 from poptorch.device_mode import is_on_device
 from poptorch.errors import Error
 

@@ -1,10 +1,10 @@
-"""`PoplarExecutor`: a wrapped model, its options and optimizer, and its life cycle on the device."""
+"""`PoplarExecutor`: a wrapped model and its life cycle on the device, and the functions that construct one."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from _pod.activation import CALL_S, LOAD_S
@@ -16,12 +16,13 @@ from poptorch.device.execute import imitation
 from poptorch.device.execute.program import Program, TrainingProgram
 from poptorch.device_mode import caller_modes_disabled
 from poptorch.enums import ConnectionType, OutputMode
-from poptorch.environment import logger
+from poptorch.environment import VERSION, logger
 from poptorch.errors import Error
 from poptorch.executor import compile_context, host_state, saving
 from poptorch.executor.compile_context import Substitutions, around_compilation
-from poptorch.executor.host_state import executor_of, host_tensors, unwrap, wrap
+from poptorch.executor.host_state import executor_of, host_tensors, shallow_copy, unwrap, wrap
 from poptorch.executor.measurements import ReplicaState
+from poptorch.executor.saving import Filename, read_model, read_sections
 from poptorch.optim import SGD
 from poptorch.optimizers.hyperparameters import AttributeChecks, extract, warn_ignored
 from poptorch.options import Options
@@ -395,3 +396,67 @@ def default_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of a training model without one."""
     # A model may have nothing to train, but torch's optimizers need a parameter.
     return SGD(list(model.parameters()) or [torch.nn.Parameter(torch.zeros(()))], lr=0.01)
+
+
+def trainingModel(
+    model: Union[torch.nn.Module, PoplarExecutor],
+    options: Optional[Options] = None,
+    optimizer: Optional[torch.optim.Optimizer] = None,
+) -> PoplarExecutor:
+    """Wrap a module, whose forward marks a loss, for training.
+
+    The module itself is wrapped: reading its parameters fetches trained weights.
+
+    Args:
+        optimizer: default: `poptorch.optim.SGD(lr=0.01)`.
+
+    Raises:
+        RuntimeError: the module is wrapped already.
+    """
+    module = _module_of(model)
+    return PoplarExecutor(shallow_copy(module), options, True, VERSION, optimizer, module)
+
+
+def inferenceModel(model: Union[torch.nn.Module, PoplarExecutor], options: Optional[Options] = None) -> PoplarExecutor:
+    """Wrap a module for inference. Raises Error unless gradient accumulation is 1."""
+    module = _module_of(model)
+    return PoplarExecutor(shallow_copy(module), options, False, VERSION, None, module)
+
+
+def _module_of(model: Union[torch.nn.Module, PoplarExecutor]) -> torch.nn.Module:
+    if isinstance(model, PoplarExecutor):
+        return model.model
+    if not isinstance(model, torch.nn.Module):
+        raise Error(f"Only a torch.nn.Module can be wrapped, not {type(model).__name__}")
+    scripts = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripts:
+        raise Error(f"The module {scripts[0]!r} is a torch.jit.ScriptModule: wrap the Python module it was made of")
+    return model
+
+
+def load(filename: Filename, edit_opts_fn: Optional[Callable[[Options], Any]] = None) -> PoplarExecutor:
+    """Return the executor that `save` wrote: model with weights, optimizer, options, executable and random state.
+
+    Args:
+        filename: the file, or a directory that contains `model.poptorch`.
+        edit_opts_fn: changes the options in place before they are used. Options that the executable was compiled for
+            must stay.
+
+    Raises:
+        Error: the file has no model, is of another kind or version, or is damaged.
+    """
+    sections = read_sections(filename)
+    saved = read_model(filename, sections)
+    options = saved.options.clone()
+    options.deleteIfExists("ipu_version")
+    if options.connection_type == ConnectionType.Never:  # compiled offline, to be run here
+        options.connectionType(ConnectionType.Always)
+    if edit_opts_fn is not None:
+        edit_opts_fn(options)
+    executor = (
+        trainingModel(saved.model, options, saved.optimizer)
+        if saved.is_training
+        else inferenceModel(saved.model, options)
+    )
+    executor._load(sections)
+    return executor

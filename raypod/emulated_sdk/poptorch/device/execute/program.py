@@ -10,10 +10,17 @@ import torch
 from _pod.telemetry import is_inspection
 
 from poptorch.custom_operators.exchange import ReplicaExchange
-from poptorch.device.compile import memory_format
 from poptorch.device.compile.anchors import FINAL_LOSS_SCALE, anchors_of, check_output_period
 from poptorch.device.compile.arguments import Arguments, BatchLayout, synthetic_inputs
-from poptorch.device.compile.compilation import Trace, TraceSettings, trace
+from poptorch.device.compile.compilation import (
+    CHANNELS_LAST,
+    CONTIGUOUS,
+    Trace,
+    TraceSettings,
+    choose_memory_format,
+    convolution_weights,
+    trace,
+)
 from poptorch.device.compile.memory import DeviceMemory, Groupings, ReplicaGroups, groups_of
 from poptorch.device.compile.memory_estimate import IpuMemory, Stages, Usage, check_memory, estimate_memory, merged
 from poptorch.device.compile.operator_check import NeedsGradients
@@ -162,7 +169,7 @@ class Program:
     @property
     def memory_format(self) -> str:
         """The memory format of the convolutions: "contiguous" or "channels_last"."""
-        return memory_format.CHANNELS_LAST if self.memory.channels_last else memory_format.CONTIGUOUS
+        return CHANNELS_LAST if self.memory.channels_last else CONTIGUOUS
 
     @property
     def rng_state(self) -> List[int]:
@@ -234,7 +241,7 @@ class Program:
                 with_gradients = settings._replace(gradients=True)
                 return memory, trace(memory.scratch(), self.arguments, example_inputs, with_gradients)
 
-        return memory_format.choose(memory_format.convolution_weights(model, groups), compiled)
+        return choose_memory_format(convolution_weights(model, groups), compiled)
 
     def _run_micro_batches(self, iteration: int, call: _Call, index: int) -> None:
         """Run one replica's micro-batches of one device iteration."""
