@@ -30,6 +30,7 @@ _LARGEST_WINDOW = 2**31 - 1
 _UNAUTHENTICATED = 16  # grpc.StatusCode
 _ALIVE = 0  # GcsNodeInfo.state
 _ROOT = 0
+_OTHER_OWNER = "it is a process of uid "
 _ACCEPT_POLL_S = 0.01
 DRIVERS_S = 10.0  # a loaded head answers slowly
 
@@ -120,7 +121,7 @@ def distrust(connection: socket.socket, deadline: float) -> str:
                 return "no process accepts the connection"
             time.sleep(_ACCEPT_POLL_S)
             owner = _owner(there, here)
-        return "" if owner in (_ROOT, os.getuid()) else f"it is a process of uid {owner}, not of {os.getuid()}"
+        return "" if owner in (_ROOT, os.getuid()) else f"{_OTHER_OWNER}{owner}, not of {os.getuid()}"
     if there in _gcs_addresses():
         return ""
     return f"no Ray node of uid {os.getuid()} on this machine belongs to it; run this on one of its hosts"
@@ -327,12 +328,16 @@ def wait_for_hosts(address: str, within_s: float, hosts: List[str]) -> Dict[str,
 
 
 def driver_report(address: str) -> Dict[str, object]:
-    """Return the drivers of the cluster, why they are unknown, and whether it `runs`: a process listens on its port."""
+    """Return the drivers of the cluster, why they are unknown, and whether it `runs`: a process listens on its port.
+
+    `foreign`: that process is another user's.
+    """
     try:
-        return {"drivers": drivers(address, own_token()), "error": "", "runs": True}
+        return {"drivers": drivers(address, own_token()), "error": "", "runs": True, "foreign": False}
     except OSError as error:
         is_refused = str(error).endswith(os.strerror(errno.ECONNREFUSED))
-        return {"drivers": [], "error": "" if is_refused else str(error), "runs": not is_refused}
+        problem = "" if is_refused else str(error)
+        return {"drivers": [], "error": problem, "runs": not is_refused, "foreign": _OTHER_OWNER in problem}
 
 
 def _resolved(host: str) -> str:

@@ -24,7 +24,9 @@ match($0, /[0-9]+-[0-9][0-9]-[0-9][0-9] [0-9][0-9]:[0-9][0-9]:[0-9][0-9]/) && RS
 is_new'"""
 _MAX_MESSAGE = 240
 _READ_S = 30.0  # timeout of reading a log
-_LAUNCHER_LINE = re.compile(r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently")  # of Ray's launcher and ssh
+_LAUNCHER_LINE = re.compile(
+    r"\d{4}-\d\d-\d\d |(Shared c|C)onnection |Warning: Permanently"
+)  # of Ray's launcher and ssh
 _SUCCESS = re.compile(r"New status: up-to-date|succeeded|Applied config|The autoscaler took")
 _LOG_HEADER = re.compile(r"==> (?P<path>.*) <==")
 # Messages of the levels C and F abort the process. A raylet that receives SIGTERM also logs errors, at level E.
@@ -52,13 +54,17 @@ def why_missing(host: Host, cluster: Cluster, began_s: float) -> str:
 
 
 def launcher_error(log: str) -> str:
-    """Return the most likely cause in a log: the last output of a failed command on a host, else an error of Ray."""
+    """Return the most likely cause in a log.
+
+    That is why a process of Ray aborted, or the last output, of a failed command on a host, else an error of Ray.
+    """
     lines = [line for line in (printable(each).strip() for each in log.splitlines()) if line]
     failed = [at for at, line in enumerate(lines) if "New status: update-failed" in line]
     output = [line for line in lines[: (failed or [0])[-1]] if not _LAUNCHER_LINE.match(line)]
     errors = [line for line in lines if "Error" in line and "click.exceptions" not in line]
     rest = [line for line in lines if "VINFO" not in line]  # VINFO: full ssh commands
-    return (output or errors or rest or ["no output"])[-1][:_MAX_MESSAGE]
+    aborts = [_FAILED_CHECK.sub("", line) for line in output if _FAILED_CHECK.match(line)]
+    return (aborts or output or errors or rest or ["no output"])[-1][:_MAX_MESSAGE]
 
 
 def monitor_log_script(since_s: float) -> str:

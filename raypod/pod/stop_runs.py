@@ -27,9 +27,12 @@ def make_way(cluster: Cluster, file: ClusterFile, stops: bool, say: Say) -> None
     What does not end is named in a line: the restart ends it.
 
     Raises:
-        ClusterError: without `stops`, if programs use the cluster, or if that is unknown.
+        ClusterError: without `stops`, if programs use the cluster, or if that is unknown; the port of the GCS is used by
+            another user.
     """
-    drivers, problem = _drivers(cluster, file)
+    drivers, problem, is_foreign = _drivers(cluster, file)
+    if is_foreign:
+        raise ClusterError(f"{cluster.name}: {problem}; two clusters need different ports in the start commands")
     if not drivers and not problem:
         return
     where = _by_host(cluster, drivers)
@@ -63,13 +66,16 @@ def is_running(cluster: Cluster, file: ClusterFile) -> bool:
     return answer is None or bool(answer["runs"])
 
 
-def _drivers(cluster: Cluster, file: ClusterFile) -> Tuple[List[Driver], str]:
-    """Return the programs that use the cluster, and why they are unknown; no Ray on the head: there are none."""
+def _drivers(cluster: Cluster, file: ClusterFile) -> Tuple[List[Driver], str, bool]:
+    """Return the programs that use the cluster, why they are unknown, and whether another user's process uses its port.
+
+    No Ray on the head: there are none.
+    """
     done = _answer_of_head(cluster, file)
     answer = done.json_object("drivers")
     if answer is None:
-        return [], f"{cluster.hosts[0].name}: {done.error or 'no JSON in ' + done.excerpt}"
-    return answer["drivers"], answer["error"]
+        return [], f"{cluster.hosts[0].name}: {done.error or 'no JSON in ' + done.excerpt}", False
+    return answer["drivers"], answer["error"], answer["foreign"]
 
 
 def _answer_of_head(cluster: Cluster, file: ClusterFile) -> ssh.Result:

@@ -64,11 +64,11 @@ def other_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("other_user")
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_a_process_of_another_user_gets_no_token(family: socket.AddressFamily) -> None:
+def test_a_process_of_another_user_gets_no_token(monkeypatch: pytest.MonkeyPatch, family: socket.AddressFamily) -> None:
     received = []
 
     def listen(server: socket.socket) -> None:
-        for _ in range(2):
+        for _ in range(3):
             connection, _ = server.accept()
             with connection:
                 received.append(connection.recv(1 << 16))
@@ -83,8 +83,10 @@ def test_a_process_of_another_user_gets_no_token(family: socket.AddressFamily) -
         assert (answer.state, answer.detail) == (gcs.FOREIGN, f"it is a process of uid {uid}, not of 12345")
         with pytest.raises(OSError, match=f"the GCS at {address} gets no token: it is a process of uid"):
             gcs.alive_addresses(address, "secret")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+        assert gcs.driver_report(address)["foreign"]
         thread.join(10)
-    assert received == [b"", b""]
+    assert received == [b"", b"", b""]
 
 
 def test_a_process_that_accepts_no_connection_gets_no_token(listener: socket.socket) -> None:

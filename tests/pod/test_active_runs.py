@@ -124,7 +124,8 @@ def answer_of_hosts(monkeypatch: pytest.MonkeyPatch, drivers: List[Dict[str, Any
 
     def run_on(host: Host, _: Ssh, words: List[str], program: str, *__: Any) -> ssh.Result:
         if "--drivers" in words:
-            return ssh.Result(0, json.dumps({"drivers": drivers, "error": error}), "")
+            report = {"drivers": drivers, "error": error, "foreign": error.startswith("foreign")}
+            return ssh.Result(0, json.dumps(report), "")
         pids = [each["pid"] for each in json.loads(ast.literal_eval(program[program.index("(") : program.index("\n")]))]
         asked.append(f"{words[2]} {host.address} {pids}")
         folders = {"5": "/runs/a"} if host.address == "10.0.0.11" else {}
@@ -164,6 +165,9 @@ def test_up_starts_ray_at_once_only_if_nothing_can_be_active(monkeypatch: pytest
     assert said == []
     stop_runs.make_way(CLUSTER, FILE, True, said.append)
     assert said == ["warning: whether runs are active is unknown: no answer within 10 s; the restart of Ray ends them"]
+    answer_of_hosts(monkeypatch, [], "foreign", {})
+    with pytest.raises(ClusterError, match="pod64: foreign; two clusters need different ports in the start commands"):
+        stop_runs.make_way(CLUSTER, FILE, True, said.append)
 
 
 @pytest.mark.usefixtures("processes")

@@ -40,6 +40,17 @@ def test_the_error_line_is_the_output_of_the_failed_command() -> None:
         "Error: Failed to setup head node.\n"
     )
     assert ray_logs.launcher_error(log) == "bash: ray: command not found"
+    log = (
+        "[2026-11-27 17:43:49,397 C 9 9] (gcs_server) grpc_server.cc:134:  An unexpected system state has occurred. "
+        "Check failed: server_ Failed to start the grpc server. The specified port is 6379.\n\n"
+        ".Please check /tmp/ray-a/ray/session_1/logs/gcs_server.out for details.\n"
+        "\x1b[0mConnection to 10.77.0.11 closed.\n"
+        "2026-11-21 15:59:28,068\tERR updater.py:177 -- New status: update-failed\n"
+    )
+    failure = "Failed to start the grpc server. The specified port is 6379."
+    assert ray_logs.launcher_error(log) == failure
+    without_abort = "\n".join(line for line in log.splitlines() if "Check failed" not in line)
+    assert ray_logs.launcher_error(without_abort).startswith(".Please check /tmp/ray-a/ray/session_1/logs")
     assert ray_logs.launcher_error("FileNotFoundError: no 'key'\nbye\n") == "FileNotFoundError: no 'key'"
     assert ray_logs.launcher_error("") == "no output"
 
