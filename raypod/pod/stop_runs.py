@@ -27,7 +27,7 @@ def make_way(cluster: Cluster, file: ClusterFile, stops: bool, say: Say) -> None
     What does not end is named in a line: the restart ends it.
 
     Raises:
-        ClusterError: without `stops`, if programs use the cluster, or if that is unknown; the port of the GCS belongs to
+        ClusterError: without `stops`, if programs use the cluster, or if that is unknown; the GCS's port belongs to
             another user.
     """
     drivers, problem, is_foreign = _drivers(cluster, file)
