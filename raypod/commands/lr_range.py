@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 from raypod.cli import FlagParser, show, value_of
+from raypod.commands.table import COMMANDS
 from raypod.errors import ConfigError, LossNotFinite
 from raypod.host.files import replace_file
 from raypod.plan.layout import METRICS
@@ -57,10 +58,8 @@ def main(argv: Sequence[str]) -> int:
     words = [*argv, "--lr-schedule", f"{__name__}:{factor.__name__}"]
     for flag, key, default in (*_DEFAULTS, ("--run-dir", "run.run_dir", run_dir)):
         words += [] if value_of(argv, flag, key) is not None else [flag, default]
-    from raypod import train  # help works without torch
-
     try:
-        code = train.command(words)
+        code = COMMANDS["train"].run(words)
     except LossNotFinite:  # the end of the range
         code = 0
     if code == 0 and "--dry-run" not in argv:

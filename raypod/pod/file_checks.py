@@ -6,19 +6,17 @@
 
 from __future__ import annotations
 
-import binascii
 import re
-import struct
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 from raypod.fleet import gcs
 from raypod.plan.cluster_file import ClusterFile
 from raypod.plan.cluster_section import Mistake
+from raypod.pod.ssh import HEAD_KEY_PATH, has_passphrase
 from raypod.pod.stop_cluster import MARK
 
 HOST_TOKEN_PATH = "~/.ray/auth_token"  # where Ray reads the token
-HEAD_KEY_PATH = "~/ray_bootstrap_key.pem"  # where `ray up` copies the operator's ssh key
 _START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
 # A word that the shell does not expand, in quotes or without.
 _LITERAL = r"""(?:'([^']+)'|"([^"$`\\]+)"|([^]\s;&|()<>{}\[*?~'"$`\\]+))(?=[\s;&|()<>]|$)"""
@@ -31,9 +29,6 @@ _NAMED = (  # where start commands name the cluster: a pattern, and what stands 
     (r"/cluster-(?=\S+\.state\b)", "cluster-", ".state"),  # of Ray's launcher
 )
 # What begins an ssh key.
-_OPENSSH, _MAGIC = b"-----BEGIN OPENSSH PRIVATE KEY-----", b"openssh-key-v1\0"
-_PEM = (b"-----BEGIN ENCRYPTED PRIVATE KEY-----", b"Proc-Type: 4,ENCRYPTED")
-_MAX_KEY_BYTES = 1 << 16
 
 
 def launch_errors(file: ClusterFile) -> List[Mistake]:
@@ -229,21 +224,3 @@ _EXPECTED = {
     ],
     "worker": [*_BOTH],
 }
-
-
-def has_passphrase(path: str) -> bool:
-    """Return whether an ssh key is encrypted: without an agent, ssh that must not ask cannot use it.
-
-    False for a file that is missing, or of another format.
-    """
-    try:
-        with Path(path).expanduser().open("rb") as file:
-            lines = [line.strip() for line in file.read(_MAX_KEY_BYTES).splitlines()]
-        if lines[:1] != [_OPENSSH]:
-            return any(line in _PEM for line in lines)
-        content = binascii.a2b_base64(b"".join(line for line in lines if not line.startswith(b"-----")))
-        (size,) = struct.unpack_from(">I", content, len(_MAGIC))
-    except (OSError, RuntimeError, ValueError, struct.error):  # RuntimeError: no home folder
-        return False
-    at = len(_MAGIC) + 4
-    return content.startswith(_MAGIC) and content[at : at + size] != b"none"  # the cipher: PROTOCOL.key of OpenSSH

@@ -7,10 +7,12 @@ encoding become backslash escapes.
 
 from __future__ import annotations
 
+import binascii
 import contextlib
 import dataclasses
 import json
 import shlex
+import struct
 import subprocess
 import sys
 import tempfile
@@ -21,8 +23,11 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 from raypod.errors import ClusterError
 from raypod.host.interfaces import interface_addresses
 from raypod.plan.cluster import Host, Ssh
-from raypod.pod.file_checks import HEAD_KEY_PATH, has_passphrase
 
+HEAD_KEY_PATH = "~/ray_bootstrap_key.pem"  # where `ray up` copies the operator's ssh key
+_MAX_KEY_BYTES = 1 << 16
+_OPENSSH, _MAGIC = b"-----BEGIN OPENSSH PRIVATE KEY-----", b"openssh-key-v1\0"
+_PEM = (b"-----BEGIN ENCRYPTED PRIVATE KEY-----", b"Proc-Type: 4,ENCRYPTED")
 CONNECT_S = 8
 SLACK_S = 30.0  # for ssh and Python to start on a host, beyond the time of the program itself
 _END_S = 10.0  # for the first command of a pipe to end after the second one
@@ -231,3 +236,21 @@ def _result(exit_code: int, stdout: bytes, stderr: bytes) -> Result:
         return Result(0, output, "")
     lines = [line.strip() for line in stderr.decode(errors="backslashreplace").splitlines() if line.strip()]
     return Result(exit_code, output, lines[-1] if lines else f"exit code {exit_code}")
+
+
+def has_passphrase(path: str) -> bool:
+    """Return whether an ssh key is encrypted: without an agent, ssh that must not ask cannot use it.
+
+    False for a file that is missing, or of another format.
+    """
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            lines = [line.strip() for line in file.read(_MAX_KEY_BYTES).splitlines()]
+        if lines[:1] != [_OPENSSH]:
+            return any(line in _PEM for line in lines)
+        content = binascii.a2b_base64(b"".join(line for line in lines if not line.startswith(b"-----")))
+        (size,) = struct.unpack_from(">I", content, len(_MAGIC))
+    except (OSError, RuntimeError, ValueError, struct.error):  # RuntimeError: no home folder
+        return False
+    at = len(_MAGIC) + 4
+    return content.startswith(_MAGIC) and content[at : at + size] != b"none"  # the cipher: PROTOCOL.key of OpenSSH
