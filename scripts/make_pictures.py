@@ -26,7 +26,7 @@ from browser import Browser, Page, find_chromium  # noqa: E402 - the checkout's 
 
 from raypod.__main__ import COMMANDS  # noqa: E402
 from raypod.record import run_state  # noqa: E402
-from raypod.record.run_folder import records  # noqa: E402
+from raypod.record.growing_file import parse_records  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 MAX_BYTES = 300_000
@@ -95,7 +95,11 @@ def wait_for_update(folder: Path, update: int, process: subprocess.Popen[Any]) -
 
 def pid_of(folder: Path, instance: int) -> int:
     """Return the pid of an instance."""
-    started = [each for each in records(folder / "events.jsonl") if each["event"] == "run_started"]
+    started = [
+        each
+        for each in parse_records((folder / "events.jsonl").read_bytes().splitlines())
+        if each["event"] == "run_started"
+    ]
     return int(next(each["pid"] for each in started[-1]["instances"] if each["instance"] == instance))
 
 

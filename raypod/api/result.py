@@ -7,16 +7,18 @@ import importlib
 import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Union
+from typing import TYPE_CHECKING, Any, Dict, Optional, Sequence, Union
 
 from raypod.checkpoint import storage, weights_file
 from raypod.cli import counted
 from raypod.errors import ConfigError
+from raypod.events import EvaluationDone, UpdateDone
 from raypod.host.files import parse_json
 from raypod.plan import layout
 from raypod.plan.layout import EVALUATIONS, METRICS, SUMMARY
 from raypod.plan.metric import Metric
-from raypod.record.run_folder import records, way_to_continue
+from raypod.record.lines import flat
+from raypod.record.run_folder import measured, way_to_continue
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,12 +75,12 @@ class Result:
 
         A `pandas.DataFrame` where pandas is installed, else a list of dicts. An unknown value is NaN.
         """
-        return _table(self.run_dir / METRICS)
+        return _table(measured(UpdateDone, self.run_dir / METRICS))
 
     @property
     def evaluations(self) -> Any:
         """One row per evaluation of the test split, in the form of `metrics`."""
-        return _table(self.run_dir / EVALUATIONS)
+        return _table(measured(EvaluationDone, self.run_dir / EVALUATIONS))
 
     @property
     def best_checkpoint(self) -> Optional[Path]:
@@ -146,9 +148,9 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(f"interrupted after update {updates}; {way_out}")
 
 
-def _table(path: Path) -> Any:
-    """Return the lines of a JSON Lines file as a DataFrame where pandas is installed, else as a list of dicts."""
-    rows: List[Dict[str, Any]] = records(path)
+def _table(events: Sequence[Union[UpdateDone, EvaluationDone]]) -> Any:
+    """Return a row per event: a DataFrame where pandas is installed, else a list of dicts."""
+    rows = [flat(each) for each in events]
     if importlib.util.find_spec("pandas") is None:
         return rows
     return importlib.import_module("pandas").DataFrame(rows)

@@ -13,9 +13,10 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 from raypod.cli import FlagParser, show, value_of
 from raypod.commands.table import COMMANDS
 from raypod.errors import ConfigError, LossNotFinite
+from raypod.events import UpdateDone
 from raypod.host.files import replace_file
 from raypod.plan.layout import METRICS
-from raypod.record.run_folder import records
+from raypod.record.run_folder import measured
 
 CURVE = "lr-range.csv"
 _SPAN = 1e-6  # of the range: its lowest rate divided by its highest one
@@ -78,7 +79,7 @@ def _check(argv: Sequence[str]) -> None:
 
 def _finish(run_dir: Path) -> None:
     """Write the curve, and print the result."""
-    points = curve([(each.get("learning_rate"), each.get("loss")) for each in records(run_dir / METRICS)])
+    points = curve([(each.learning_rate, each.loss) for each in measured(UpdateDone, run_dir / METRICS)])
     file = io.StringIO()
     csv.writer(file).writerows([Point._fields, *points])
     replace_file(run_dir / CURVE, file.getvalue().encode())

@@ -7,22 +7,20 @@ import math
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
+from raypod.events import UpdateDone
 from raypod.host.files import parse_json
 from raypod.monitor.model import Instance, Run
 from raypod.monitor.snapshots import event_lines
 from raypod.plan.layout import EVENTS, LAUNCH, METRICS, PLAN, SUMMARY
-from raypod.plan.values import TRACES
 from raypod.record import run_state
 from raypod.record.growing_file import GrowingFile
+from raypod.record.lines import events_in, flat
 from raypod.record.recent_events import RecentEvents
 from raypod.record.run_end import RunEndWatch
 from raypod.record.run_state import RunState
 
 _KEPT_UPDATES, _KEPT_EVENTS = 512, 200
 _TAIL_BYTES = 512 << 10  # of metrics.jsonl
-_NO_METRIC = frozenset(
-    ("update", "epoch", "samples", "samples_per_s", "time_s", "data_wait_share", "missing_reports", *TRACES)
-)  # keys of a line of metrics.jsonl
 _CALL_KEYS = ("data_wait_share", "p50_s", "p95_s", "slowest_s", "busy_ratio")
 
 
@@ -34,7 +32,7 @@ class RunFiles:
         self._end = RunEndWatch(folder)
         self._metrics = GrowingFile(folder / METRICS, _tail_of(folder / METRICS))
         self._events = GrowingFile(folder / EVENTS)
-        self._updates: List[Dict[str, Any]] = []
+        self._updates: List[UpdateDone] = []
         self._recent = RecentEvents(_KEPT_EVENTS)
         self._placed: Dict[int, Mapping[str, Any]] = {}  # instance -> its newest start
         self._last: Dict[str, Mapping[str, Any]] = {}  # the newest event of each kind
@@ -44,12 +42,13 @@ class RunFiles:
         self._read_new()
         plan, state = _json(self.folder / PLAN), run_state.read(self.folder)
         launch = _json(self.folder / LAUNCH)
-        update = self._updates[-1] if self._updates else {}
+        update = self._updates[-1] if self._updates else None
         evaluation, saved = self._last.get("evaluation_done", {}), self._last.get("checkpoint_saved", {})
-        metrics = {name: value for name, value in update.items() if name not in _NO_METRIC and not _is_rate(name)}
-        state_fields = self._state(state, launch, _integer(update.get("update")))
+        state_fields = self._state(state, launch, update.update if update else 0)
         # A folder with an exit code or a dead coordinator has no current throughput, only its mean.
-        rates = update if state_fields["state"] in ("starting", "running") else _json(self.folder / SUMMARY)
+        rates = flat(update) if update else {}
+        if state_fields["state"] not in ("starting", "running"):
+            rates = _json(self.folder / SUMMARY)
         return Run(
             run_dir=str(self.folder),
             kind="launch" if state is None and launch else "training",
@@ -58,13 +57,13 @@ class RunFiles:
             device_line=self._last.get("run_started", {}).get("device_line"),
             started_unix_s=self._last.get("process_started", {}).get("unix_s"),
             total_updates=_integer(plan.get("total_updates")),
-            epoch=update.get("epoch"),
+            epoch=update.epoch if update else None,
             epochs=_integer(plan.get("total_updates")) / (_integer(plan.get("updates_per_epoch")) or 1),
             samples_are=str(plan.get("samples_are") or "samples"),
             samples_per_s=_finite(rates.get("samples_per_s")),
             part_rates={name: rate for name, rate in rates.items() if _is_rate(name) and _finite(rate) is not None},
             data_wait_share=rates.get("data_wait_share"),
-            metrics={name: value for name, value in metrics.items() if isinstance(value, (int, float))},
+            metrics=update.metrics if update else {},
             restarts=_integer(self._last.get("repaired", {}).get("restarts")),
             repaired_unix_s=_finite(self._last.get("repaired", {}).get("unix_s")),
             checkpoint_update=saved.get("update"),
@@ -72,7 +71,7 @@ class RunFiles:
             evaluation=evaluation.get("metrics") or {},
             evaluation_update=evaluation.get("update"),
             instances=self._instances(plan),
-            series=self._series(metrics),
+            series=self._series(),
             events=event_lines(self._recent.records()),
             **state_fields,
         )
@@ -96,11 +95,10 @@ class RunFiles:
             records, restarted = self._metrics.read_records()
             if restarted:
                 self._updates = []
-            for each in records:
-                if isinstance(each.get("update"), int):
-                    while self._updates and self._updates[-1]["update"] >= each["update"]:
-                        self._updates.pop()  # a repaired or resumed run repeats updates
-                    self._updates.append(each)
+            for each in events_in(UpdateDone, records):
+                while self._updates and self._updates[-1].update >= each.update:
+                    self._updates.pop()  # a repaired or resumed run repeats updates
+                self._updates.append(each)
             self._updates = self._updates[-_KEPT_UPDATES:]
         with contextlib.suppress(OSError):
             records, restarted = self._events.read_records()
@@ -148,8 +146,10 @@ class RunFiles:
             )
         return tuple(found)
 
-    def _series(self, metrics: Mapping[str, Any]) -> Dict[str, Tuple[Optional[float], ...]]:
-        return {name: tuple(_finite(each.get(name)) for each in self._updates) for name in ("samples_per_s", *metrics)}
+    def _series(self) -> Dict[str, Tuple[Optional[float], ...]]:
+        names = self._updates[-1].metrics if self._updates else {}
+        found = {name: tuple(_finite(each.metrics.get(name)) for each in self._updates) for name in names}
+        return {"samples_per_s": tuple(_finite(each.samples_per_s) for each in self._updates), **found}
 
 
 def _tail_of(path: Path) -> int:

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Type
 
 from raypod.checkpoint import storage
 from raypod.errors import ConfigError, RunError
@@ -23,8 +23,8 @@ from raypod.plan.tables import describe, topology_summary
 from raypod.plan.urls import is_url, run_url
 from raypod.record import origin, run_state
 from raypod.record.coordinator_log import log_of
-from raypod.record.flat_record import flat_record, from_flat_record
 from raypod.record.growing_file import last_lines, parse_records
+from raypod.record.lines import Measured, events_in, flat
 from raypod.record.metrics import MetricsAggregator
 
 
@@ -164,7 +164,7 @@ def write_summary(
         "epochs": ended.updates / plan.updates_per_epoch,
         **{name: last.metrics.get(name) if last else None for name in names},
         **{f"test_{each.name}": evaluations[-1].metrics.get(each.name) if evaluations else None for each in tested},
-        "evaluations": [flat_record(each) for each in evaluations],
+        "evaluations": [flat(each) for each in evaluations],
         "samples_per_s": metrics.samples_per_s,
         **plan.task.part_rates(metrics.samples_per_s),
         "data_wait_share": metrics.data_wait_share,
@@ -191,17 +191,15 @@ def write_summary(
 
 def evaluations_until(plan: Plan, update: int) -> List[EvaluationDone]:
     """Return the evaluations that the run in this folder made up to `update`."""
-    found = [from_flat_record(EvaluationDone, each) for each in records(_evaluations_file(plan))]
-    return [each for each in found if each.update <= update]
+    return [each for each in measured(EvaluationDone, _evaluations_file(plan)) if each.update <= update]
 
 
 def last_update(run_dir: Path) -> Optional[UpdateDone]:
     """Return the newest update in the metrics of a run folder; None if there is none."""
-    found = (each for line in last_lines(run_dir / METRICS) for each in parse_records([line.text]))
-    newest = next(found, None)
-    return None if newest is None else from_flat_record(UpdateDone, newest)
+    lines = (parse_records([line.text]) for line in last_lines(run_dir / METRICS))
+    return next((each for records in lines for each in events_in(UpdateDone, records)), None)
 
 
-def records(path: Path) -> List[Dict[str, Any]]:
-    """Return the records of a JSON Lines file, [] without one. JSON null reads as NaN; truncated lines are skipped."""
-    return parse_records(path.read_bytes().splitlines()) if path.is_file() else []
+def measured(event_type: Type[Measured], path: Path) -> List[Measured]:
+    """Return the updates or evaluations in a file of a run folder, [] without one; truncated lines are skipped."""
+    return events_in(event_type, parse_records(path.read_bytes().splitlines())) if path.is_file() else []

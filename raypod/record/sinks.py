@@ -19,9 +19,9 @@ from raypod.plan import user_code
 from raypod.plan.config import Config
 from raypod.plan.layout import EVALUATIONS, METRICS, TENSORBOARD, TEST
 from raypod.plan.plan import Plan
-from raypod.record.flat_record import flat_record, traces_of
 from raypod.record.growing_file import last_lines
 from raypod.record.ledger import Ledger
+from raypod.record.lines import line_of, traces_of
 
 Warn = Callable[[str], None]
 _FLUSH_S = 10  # seconds between flushes of the TensorBoard file
@@ -151,7 +151,7 @@ class JsonLines:
     def handle(self, event: Event) -> None:
         """Append the line of an event of the type."""
         if isinstance(event, self._event_type):
-            self._file.write_line(strict_json(flat_record(event)))
+            self._file.write_line(strict_json(line_of(event)))
 
     def drop_after(self, update: int) -> None:
         """See `Sink.drop_after`. If the disk is full, the lines stay."""

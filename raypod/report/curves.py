@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
+from raypod.events import EvaluationDone, UpdateDone
 from raypod.plan.values import TRACES
+from raypod.record.lines import flat
 from raypod.report.decimation import FIRST_VALUE, Row, decimate
 
 MAX_ROWS = 4000  # of a run in a page
-_FACTS = {"update", "epoch", "samples", "time_s", "missing_reports", "samples_per_s", "data_wait_share", *TRACES}
 _ALWAYS = ("samples_per_s", "data_wait_share")
-_RATE_END = "_per_s"  # of the names of the rates of a task, as in tokens_per_s
 _NAN = math.nan
 
 
@@ -31,25 +31,22 @@ class Curves:
         self._rows: List[Row] = []
         self._last_time_s = self._earlier_s = 0.0
 
-    def add(self, records: Iterable[Dict[str, Any]]) -> None:
-        """Add records of `metrics.jsonl`, in order. Records without an update number are skipped."""
-        for record in records:
-            update = record.get("update")
-            if not isinstance(update, int):
-                continue
+    def add(self, updates: Iterable[UpdateDone]) -> None:
+        """Add updates in the order of `metrics.jsonl`."""
+        for each in updates:
             if not self.columns:
-                self._begin(record)
-            while self._rows and self._rows[-1][0] >= update:  # a later record of an update supersedes it
+                self._begin(each)
+            while self._rows and self._rows[-1][0] >= each.update:  # a later record of an update supersedes it
                 self._rows.pop()
-            time_s = _number(record.get("time_s"))
-            if time_s < self._last_time_s:
+            if each.time_s < self._last_time_s:
                 self._earlier_s += self._last_time_s
-            self._last_time_s = time_s
-            row = [update, record.get("samples", _NAN), round(self._earlier_s + time_s, 3)]
-            row += [_number(record.get(name)) for name in self.columns[FIRST_VALUE:]]
+            self._last_time_s = each.time_s
+            values = flat(each)
+            row = [each.update, each.samples, round(self._earlier_s + each.time_s, 3)]
+            row += [_number(values.get(name)) for name in self.columns[FIRST_VALUE:]]
             self._rows.append(row)
             self.updates += 1
-            self.epoch = record.get("epoch")
+            self.epoch = each.epoch
             if len(self._rows) > 3 * MAX_ROWS:
                 self._rows = decimate(self._rows, MAX_ROWS)
 
@@ -79,24 +76,21 @@ class Curves:
             "decimated": len(rows) < self.updates,
         }
 
-    def _begin(self, record: Dict[str, Any]) -> None:
-        names = [name for name, value in record.items() if name not in _FACTS and isinstance(value, (int, float))]
-        self.rates = [name for name in names if name.endswith(_RATE_END)]
-        self.metrics = [name for name in names if name not in self.rates]
-        self.traces = [name for name in TRACES if name in record and name != "loss_scaling"]
+    def _begin(self, update: UpdateDone) -> None:
+        known = flat(update)
+        self.metrics, self.rates = list(update.metrics), list(update.part_rates)
+        self.traces = [name for name in TRACES if name in known and name != "loss_scaling"]
         self.columns = ["update", "samples", "time_s", *self.metrics, *self.traces, *_ALWAYS, *self.rates]
 
 
-def evaluation_data(records: Iterable[Dict[str, Any]], curves: Curves) -> Dict[str, Any]:
-    """Return the records of `evaluations.jsonl` as plain data, with the samples and times of the training."""
-    latest = {each["update"]: each for each in records if isinstance(each.get("update"), int)}
-    names: List[str] = []
-    for record in latest.values():
-        names += [name for name in record if name not in (*names, "update", "epoch", "samples")]
+def evaluation_data(evaluations: Iterable[EvaluationDone], curves: Curves) -> Dict[str, Any]:
+    """Return evaluations as plain data, with the samples and times of the training."""
+    latest = {each.update: each for each in evaluations}
+    names = list(dict.fromkeys(name for each in latest.values() for name in each.metrics))
     rows = []
-    for update, record in sorted(latest.items()):
+    for update, each in sorted(latest.items()):
         samples, time_s = curves.time_of(update)
-        rows.append([update, samples, time_s, *(_number(record.get(name)) for name in names)])
+        rows.append([update, samples, time_s, *(_number(each.metrics.get(name)) for name in names)])
     return {"columns": ["update", "samples", "time_s", *names], "rows": rows}
 
 

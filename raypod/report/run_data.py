@@ -47,6 +47,7 @@ from typing import Any, Callable, Dict, List, Tuple
 import yaml
 
 from raypod.errors import ConfigError
+from raypod.events import EvaluationDone, UpdateDone
 from raypod.host.files import parse_json
 from raypod.host.lease_file import Log
 from raypod.plan import layout
@@ -55,6 +56,7 @@ from raypod.plan.layout import CONFIG, EVALUATIONS, METRICS, PLAN, SUMMARY, TEST
 from raypod.plan.unique_keys import UniqueKeyLoader
 from raypod.record import run_state
 from raypod.record.growing_file import GrowingFile
+from raypod.record.lines import events_in
 from raypod.record.run_end import RunEndWatch
 from raypod.report.call_windows import CallWindows
 from raypod.report.curves import MAX_ROWS, Curves, evaluation_data
@@ -82,7 +84,7 @@ class RunReader:
         self._metrics = GrowingFile(folder / METRICS, max_bytes=_PART_BYTES)
         self._evaluations = GrowingFile(folder / EVALUATIONS)
         self._events = GrowingFile(folder / layout.EVENTS)
-        self._curves, self._evaluated = Curves(), []  # type: Tuple[Curves, List[Dict[str, Any]]]
+        self._curves, self._evaluated = Curves(), []  # type: Tuple[Curves, List[EvaluationDone]]
         self._restart_events()
         self._contents: Dict[str, Tuple[Tuple[int, int], Any]] = {}  # by name of the file, with its identity
         self._state: Dict[str, Any] = {}
@@ -168,12 +170,12 @@ class RunReader:
     def _add_updates(self, records: List[Dict[str, Any]], restarted: bool) -> None:
         if restarted:
             self._curves = Curves()
-        self._curves.add(records)
+        self._curves.add(events_in(UpdateDone, records))
 
     def _add_evaluations(self, records: List[Dict[str, Any]], restarted: bool) -> None:
         if restarted:
             self._evaluated = []
-        self._evaluated += records
+        self._evaluated += events_in(EvaluationDone, records)
 
     def _add_events(self, records: List[Dict[str, Any]], restarted: bool) -> None:
         if restarted:

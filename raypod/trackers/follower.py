@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Dict, List
 
 from raypod.events import EvaluationDone, UpdateDone
 from raypod.plan.layout import EVALUATIONS, METRICS
-from raypod.record.flat_record import from_flat_record, traces_of
 from raypod.record.growing_file import GrowingFile
+from raypod.record.lines import events_in, traces_of
 from raypod.trackers.tracker import Point, Steps
 
 _MOST_VALUES = 100_000  # updates: a rollback to a checkpoint repeats fewer
@@ -36,15 +36,15 @@ class Follower:
         The metrics are read first: when the line of an update is there, so is the evaluation of the one before.
         """
         points = []
-        for update in _events(self._metrics, UpdateDone):
+        for update in events_in(UpdateDone, self._metrics.read_records().records):
             self._note_values(update)
             if update.update > self._seen.training:
                 self._seen = self._seen._replace(training=update.update)
                 self._newest_s = self._started_unix_s + update.time_s
                 values = update.metrics if not update.missing_reports else {}
-                values = {**values, "samples_per_s": update.samples_per_s, **traces_of(update)}
+                values = {**values, "samples_per_s": update.samples_per_s, **update.part_rates, **traces_of(update)}
                 points.append(self._point(update.update, "training", values))
-        self._held += _events(self._tests, EvaluationDone)
+        self._held += events_in(EvaluationDone, self._tests.read_records().records)
         ready = [each for each in self._held if is_last or each.update <= self._seen.training]
         self._held = [each for each in self._held if each not in ready]
         for test in sorted(ready, key=lambda each: each.update):
@@ -69,16 +69,6 @@ class Follower:
 
     def _point(self, step: int, group: str, values: Dict[str, float]) -> Point:
         return Point(step, self._newest_s, {f"{group}/{name}": value for name, value in values.items()})
-
-
-def _events(file: GrowingFile, kind: Any) -> List[Any]:
-    found = []
-    for record in file.read_records().records:
-        try:
-            found.append(from_flat_record(kind, record))
-        except TypeError:  # a line of another program
-            continue
-    return found
 
 
 def newest_steps(points: List[Point], before: Steps) -> Steps:

@@ -23,7 +23,7 @@ from raypod.errors import ConfigError, RunError
 from raypod.events import UpdateDone
 from raypod.host import lease_file, process
 from raypod.record import run_state
-from raypod.record.flat_record import flat_record
+from raypod.record.lines import line_of
 from raypod.record.run_state import RunState
 from tests.support.bounded import COMMAND_S, wait_until
 
@@ -222,7 +222,7 @@ def test_the_status_of_a_stopped_coordinator_says_so_and_has_the_newest_update_o
     state = dataclasses.replace(STATE, update=0, total_updates=40, eta_s=60.0)
     (tmp_path / "state.json").write_text(json.dumps(dataclasses.asdict(state)))
     updates = [UpdateDone(number, 1, {"loss": 0.5}, 8 * number, 10.0, 1.0) for number in range(1, 33)]
-    lines = [json.dumps(flat_record(each)) for each in updates]
+    lines = [json.dumps(line_of(each)) for each in updates]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"update": 33, "ep')
     assert main(["status", str(tmp_path)]) == 0
     out = capsys.readouterr().out

@@ -17,7 +17,7 @@ from raypod.host.files import strict_json
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import Plan
 from raypod.record import run_folder
-from raypod.record.flat_record import flat_record, from_flat_record
+from raypod.record.lines import line_of
 from tests.support.scripted_runs import events_of, only
 
 ACCURACY = Metric("accuracy", "higher")
@@ -50,8 +50,8 @@ def test_the_first_point_without_improvement_ends_the_run(
 @pytest.mark.parametrize("metric", [LOSS, ACCURACY])
 def test_infinite_values_count_as_those_that_a_resumed_run_reads(metric: Metric, tmp_path: Path) -> None:
     done, path = evaluations(metric, math.inf, math.nan, -math.inf, 3, math.inf, 2, 4), tmp_path / "evaluations.jsonl"
-    path.write_text("".join(f"{strict_json(flat_record(each))}\n" for each in done))
-    read = [from_flat_record(EvaluationDone, each) for each in run_folder.records(path)]
+    path.write_text("".join(f"{strict_json(line_of(each))}\n" for each in done))
+    read = run_folder.measured(EvaluationDone, path)
     for patience in range(1, 7):
         found, expected = first_stop(metric, patience, done), first_stop(metric, patience, read)
         assert str(found) == str(expected)  # NaN is not equal to itself

@@ -28,6 +28,7 @@ from raypod.events import (
     CallReport,
     CheckpointSaved,
     EpochDone,
+    EvaluationDone,
     EvaluationReport,
     Event,
     InstanceLost,
@@ -37,6 +38,7 @@ from raypod.events import (
     Resized,
     RunEnded,
     SaveReport,
+    UpdateDone,
 )
 from raypod.fleet.base import FleetBroken
 from raypod.fleet.scripted import ScriptedFleet
@@ -357,10 +359,11 @@ def test_nothing_remains_of_weights_that_no_instance_and_no_checkpoint_has(tmp_p
     events = recorded(plan, Changed(plan))
     assert [each.update for each in of(events, Repaired)] == [20]
     folder = Path(plan.run_dir)
-    lines = run_folder.records(folder / "metrics.jsonl")
-    assert [each["update"] for each in lines] == list(range(1, 41))
-    assert [each["loss"] for each in lines] == [0.5] * 20 + [7.0] * 20
-    tested = [(each["update"], each["loss"]) for each in run_folder.records(folder / "evaluations.jsonl")]
+    lines = run_folder.measured(UpdateDone, folder / "metrics.jsonl")
+    assert [each.update for each in lines] == list(range(1, 41))
+    assert [each.loss for each in lines] == [0.5] * 20 + [7.0] * 20
+    evaluations = run_folder.measured(EvaluationDone, folder / "evaluations.jsonl")
+    tested = [(each.update, each.metrics["loss"]) for each in evaluations]
     assert tested == [(11, 0.5), (22, 7.0), (33, 7.0), (40, 7.0)]
     found, _ = storage.list_checkpoints(folder / "checkpoints")
     known = {each.update: each.manifest.tested.get("loss") for each in found}

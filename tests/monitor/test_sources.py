@@ -129,7 +129,9 @@ def test_a_log_of_before_the_start_or_the_last_repair_has_no_last_line(folder: P
 def test_only_what_is_new_is_read_and_a_repeated_update_replaces(folder: Path) -> None:
     files = RunFiles(folder)
     files.read()
-    changed = [{"update": update, "loss": loss} for update, loss in ((3, None), (2, 1.5), (3, 1.0))]
+    facts = {"epoch": 1, "samples": 8, "samples_per_s": 80.0, "time_s": 2.0}
+    losses = ((3, None), (2, 1.5), (3, 1.0))
+    changed = [{"update": update, **facts, "metrics": {"loss": loss}} for update, loss in losses]
     append(folder / "metrics.jsonl", *changed)
     write_state(folder, message="CheckpointDamaged")
     run = files.read()

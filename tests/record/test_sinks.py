@@ -14,7 +14,7 @@ import pytest
 
 from raypod import train
 from raypod.events import EvaluationDone, UpdateDone
-from raypod.record.flat_record import flat_record, from_flat_record
+from raypod.record.lines import events_in, flat, line_of
 from raypod.record.run_folder import last_update
 from raypod.record.sinks import JsonLines, LatestDetails, TensorBoardWriter
 from tests.support.event_files import scalars
@@ -42,12 +42,15 @@ def write(path: Path, resumed_from: int, numbers: Iterable[int]) -> None:
 
 
 def test_lines_of_an_earlier_version_have_no_learning_rate_and_are_read() -> None:
-    old = flat_record(update(3))
-    assert "learning_rate" not in old
-    assert from_flat_record(UpdateDone, old) == update(3)
+    old = flat(update(3))
+    assert not {"learning_rate", "metrics"} & set(old)
+    assert events_in(UpdateDone, [old, {"update": 4}, {**old, "metrics": 3}]) == [update(3)]
     new = dataclasses.replace(update(3), learning_rate=0.1, loss_scaling=8.0, norms={"grad_norm": 0.5})
-    line = flat_record(new)
-    assert (line["learning_rate"], line["grad_norm"], from_flat_record(UpdateDone, line)) == (0.1, 0.5, new)
+    new = dataclasses.replace(new, part_rates={"tokens_per_s": 9.0}, metrics={"loss": 0.5, "steps_per_s": 2.0})
+    line = line_of(new)
+    assert (line["metrics"], line["loss"], line["grad_norm"]) == (new.metrics, 0.5, 0.5)
+    for each in (line, {name: value for name, value in line.items() if name not in new.metrics}):
+        assert events_in(UpdateDone, [each]) == [new], "also without the metrics at the top level"
 
 
 def updates_in(path: Path) -> List[int]:

@@ -17,7 +17,7 @@ from raypod.errors import ConfigError
 from raypod.events import EvaluationDone, PhaseBegun, RunStarted, UpdateDone
 from raypod.host.redaction import Redaction
 from raypod.record import run_folder
-from raypod.record.flat_record import flat_record
+from raypod.record.lines import line_of
 from raypod.trackers import memory, process
 from raypod.trackers import processes as processes_module
 from raypod.trackers.follower import Follower
@@ -32,11 +32,11 @@ FAKE = "tests.support.fake_tracker:Fake"
 
 
 def update(number: int) -> str:
-    return json.dumps(flat_record(UpdateDone(number, 1, {"loss": 1 / number}, number, 10.0, float(number)))) + "\n"
+    return json.dumps(line_of(UpdateDone(number, 1, {"loss": 1 / number}, number, 10.0, float(number)))) + "\n"
 
 
 def evaluation(number: int) -> str:
-    return json.dumps(flat_record(EvaluationDone(5, {"accuracy": 50.0}, number, 1))) + "\n"
+    return json.dumps(line_of(EvaluationDone(5, {"accuracy": 50.0}, number, 1))) + "\n"
 
 
 def append(path: Path, *lines: str) -> None:
@@ -100,7 +100,7 @@ def test_points_come_once_in_the_order_of_their_steps(tmp_path: Path) -> None:
 
 def test_an_update_whose_reports_are_missing_has_no_metrics(tmp_path: Path) -> None:
     lost = UpdateDone(1, 1, {"loss": float("nan")}, 1, 10.0, 1.0, 0.0, (1,))
-    append(tmp_path / "metrics.jsonl", json.dumps(flat_record(lost)) + "\n", '{"update": 2}\n')
+    append(tmp_path / "metrics.jsonl", json.dumps(line_of(lost)) + "\n", '{"update": 2}\n')
     (point,) = Follower(tmp_path, 0.0, Steps(-1, -1)).poll()
     assert point.values == {"training/samples_per_s": 10.0}
 
