@@ -18,7 +18,7 @@ from typing import Any, Callable, Iterable, Iterator, List, NoReturn, Optional, 
 from raypod.errors import ConfigError, Preempted, RaypodError, as_utf8
 
 INTERRUPTED = 130
-_CLOSED_PIPE = 141  # as a shell reports SIGPIPE
+CLOSED_PIPE = 141  # as a shell reports SIGPIPE
 DEFAULT_WIDTH = 80  # of a terminal that does not know its own
 _LEAST_ROOM = 20  # columns of a folded text
 _STYLES = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
@@ -51,7 +51,7 @@ def report_errors(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         if not _stdout_is_closed():
             raise
-        return _CLOSED_PIPE
+        return CLOSED_PIPE
 
 
 def _tell_last(text: str) -> None:
@@ -66,12 +66,12 @@ def _stdout_is_closed() -> bool:
     poll.register(sys.stdout.fileno(), 0)  # an error is always reported
     if not poll.poll(0):
         return False
-    _discard(sys.stdout)
+    discard(sys.stdout)
     return True
 
 
-def _discard(stream: TextIO) -> None:
-    """Let a stream, also what it has kept, lead nowhere."""
+def discard(stream: TextIO) -> None:
+    """Redirect a stream to /dev/null, with what it has kept: its reader is gone, and the interpreter flushes it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -122,7 +122,7 @@ def discard_unwritten() -> None:
         try:
             stream.flush()
         except OSError:
-            _discard(stream)
+            discard(stream)
 
 
 class FlagParser(argparse.ArgumentParser):

@@ -9,21 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
+import re
+import secrets
+import shlex
+import shutil
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Optional, Sequence, Tuple
+from types import TracebackType
+from typing import BinaryIO, Optional, Sequence, Tuple, Type
 
 from tqdm import tqdm
+from typing_extensions import Protocol
 
 from raypod.checkpoint import storage
-from raypod.cli import format_table, printable, show, without_flags
-from raypod.commands.background import Background, BackgroundProcess, RayJob
+from raypod.cli import INTERRUPTED, format_table, printable, show, tell, without_flags
 from raypod.errors import ClusterError, ConfigError, RunError, UserError
 from raypod.fleet.ray_jobs import JobServer, find_job_server
-from raypod.host import lease_file
+from raypod.host import job_driver, lease_file
+from raypod.host.last_line import last_line
+from raypod.host.process import process_start_ticks
 from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.record import run_state
@@ -37,6 +48,12 @@ RAY_JOB, PROCESS = "ray-job", "process"  # the values of --detach-as
 _POLL_S = 0.2
 _OPEN_WITHIN_S = 2.0  # for a coordinator that has written its state to open its event log
 _STOPPED_S = 2.0  # a debugger that attaches stops a process for a moment
+# Ray kills a job that needs longer after `ray job stop`: a long call and a large checkpoint, as for `raypod stop`.
+_STOP_WITHIN_S = 900
+_START_WITHIN_S = 60.0  # for Ray to start the process of a job
+_JOB_POLL_S, _SEND_S, _END_S = 0.5, 10.0, 10.0
+_LONGEST_SOCKET = 100  # bytes of its path, by sockaddr_un
+_LONGEST_NAME, _LONGEST_CAUSE = 40, 300
 
 
 def detach(argv: Sequence[str], claimed: Claim, plan: Plan, way: Optional[str] = None) -> int:
@@ -62,7 +79,7 @@ def detach(argv: Sequence[str], claimed: Claim, plan: Plan, way: Optional[str] =
         raise ConfigError(f"cannot write {log}: {error.strerror}") from None
     with output, contextlib.ExitStack() as stack:
         began = output.tell()
-        started: Optional[Background] = None
+        started: Optional[_Background] = None
         if server is not None:
             try:
                 started = stack.enter_context(RayJob(server, claimed.folder.name, command, log))
@@ -71,7 +88,7 @@ def detach(argv: Sequence[str], claimed: Claim, plan: Plan, way: Optional[str] =
                     raise ClusterError(f"--detach-as {RAY_JOB}: {error}") from None
                 reason = str(error)
         if started is None:
-            started = BackgroundProcess(command, output)
+            started = _BackgroundProcess(command, output)
         claimed.hand_over(started.pid)
         try:
             started.begin()
@@ -98,7 +115,7 @@ def _job_server(plan: Plan, way: Optional[str]) -> Tuple[Optional[JobServer], st
         return None, str(error)
 
 
-def _await_start(started: Background, claimed: Claim, log: Path, began: int, within_s: float) -> int:
+def _await_start(started: _Background, claimed: Claim, log: Path, began: int, within_s: float) -> int:
     """Wait until the run trains. `began` is the size of its log in bytes before it was started."""
     deadline = time.monotonic() + within_s
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the wait, not the run
@@ -108,8 +125,9 @@ def _await_start(started: Background, claimed: Claim, log: Path, began: int, wit
                 break
             code = started.poll()
             if code is not None:
-                sys.stderr.buffer.write(_last_line(log, began))
-                sys.stderr.flush()
+                line = last_line(log.read_bytes()[began:].decode(errors="replace"))
+                if line:
+                    tell(line, sys.stderr)
                 claimed.take_back(discard=code == UserError.exit_code)
                 return code
             time.sleep(_POLL_S)
@@ -291,12 +309,160 @@ def _with_newest_update(run_dir: Path, state: RunState) -> RunState:
     )
 
 
-def _last_line(log: Path, began: int) -> bytes:
-    lines = [line for line in log.read_bytes()[began:].splitlines(keepends=True) if line.strip()]
-    return lines[-1] if lines else b""
-
-
 def _copy(output: bytes) -> None:
     states = output.decode(errors="replace").split("\r")  # of progress bars
     sys.stdout.write("\r".join(map(printable, states)))
     sys.stdout.flush()
+
+
+class _Background(Protocol):
+    """A command that is being started; `pid` is its process, and `text` describes it."""
+
+    pid: int
+    text: str
+
+    def begin(self) -> None:
+        """Let it begin."""
+
+    def poll(self) -> Optional[int]:
+        """Return its exit code; None while it runs."""
+
+    def leave(self) -> None:
+        """Leave it to itself."""
+
+
+class _BackgroundProcess:
+    """A process in a session of its own."""
+
+    def __init__(self, command: Sequence[str], output: BinaryIO) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self.pid = self._process.pid
+        self.text = f"Supervisor: pid {self.pid}"
+
+    def begin(self) -> None:
+        """It has begun."""
+
+    def poll(self) -> Optional[int]:
+        """Return its exit code; None while it runs."""
+        return self._process.poll()
+
+    def leave(self) -> None:
+        """Leave it to itself."""
+        self._process.returncode = 0  # prevents Popen's ResourceWarning: the process continues on purpose
+
+
+class RayJob:
+    """A Ray job. Its process waits until `begin` for the environment; leaving the context before that ends the job."""
+
+    def __init__(self, server: JobServer, name: str, command: Sequence[str], log: Path) -> None:
+        """Submit the job, and wait until its process runs. `name` is the beginning of its submission id.
+
+        Raises:
+            RunError: the server rejects it, or Ray does not start it within 60 s.
+        """
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:_LONGEST_NAME]
+        self.submission_id = f"raypod-{name}-{secrets.token_hex(4)}"
+        self._server, self._folder = server, _private_folder()
+        self._connection: Optional[socket.socket] = None
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                path = f"{self._folder}/socket"
+                listener.bind(path)
+                listener.listen(1)
+                listener.settimeout(_JOB_POLL_S)
+                own = [sys.executable, "-I", job_driver.__file__, path, str(log.resolve())]
+                entrypoint = " ".join(map(shlex.quote, ["exec", *own, *command]))
+                server.submit(self.submission_id, entrypoint, {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_WITHIN_S)})
+                self._connection = self._accept(listener)
+                self.pid = self._check_peer(self._connection)
+        except BaseException:
+            self._stop()
+            raise
+        self._started_ticks = process_start_ticks(self.pid)
+        self.text = f"Ray job: {self.submission_id} on {server.url}, pid {self.pid}"
+
+    def begin(self) -> None:
+        """Send the environment and the working folder of this process; RunError if the job has ended meanwhile."""
+        assert self._connection is not None
+        message = {"environment": dict(os.environ), "folder": str(Path.cwd())}
+        try:
+            self._connection.sendall(json.dumps(message).encode())
+        except OSError as error:
+            self._stop()
+            raise RunError(f"Ray job {self.submission_id} has ended at its start: {error.strerror}") from None
+        self._close()
+
+    def poll(self) -> Optional[int]:
+        """Return its exit code; None while it runs."""
+        if process_start_ticks(self.pid) == self._started_ticks:
+            return None
+        deadline = time.monotonic() + _END_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(RunError):
+                job = self._server.job(self.submission_id)
+                if job.exit_code is not None:
+                    return job.exit_code
+                if job.has_ended:
+                    return INTERRUPTED  # stopped
+            time.sleep(_JOB_POLL_S)
+        return 1
+
+    def leave(self) -> None:
+        """Leave it to itself."""
+
+    def __enter__(self) -> RayJob:
+        return self
+
+    def __exit__(
+        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], _: Optional[TracebackType]
+    ) -> None:
+        if self._connection is not None:
+            self._stop()
+
+    def _accept(self, listener: socket.socket) -> socket.socket:
+        deadline = time.monotonic() + _START_WITHIN_S
+        while True:
+            with contextlib.suppress(socket.timeout):
+                connection, _ = listener.accept()
+                connection.settimeout(_SEND_S)
+                return connection
+            job = self._server.job(self.submission_id)
+            if job.has_ended:
+                cause = " ".join(job.message.split())[-_LONGEST_CAUSE:]
+                raise RunError(f"Ray job {self.submission_id} has ended at its start: {cause}")
+            if time.monotonic() > deadline:
+                raise RunError(f"Ray has not started job {self.submission_id} within {_START_WITHIN_S:g} s")
+
+    def _check_peer(self, connection: socket.socket) -> int:
+        """Return the pid of the job's process. RunError if it is another user's, host's or cluster's."""
+        pid, user = job_driver.peer_of(connection)
+        if user != os.getuid() or pid == 0:
+            raise RunError(f"Ray job {self.submission_id} runs as another user or in another container")
+        try:
+            cluster = connection.recv(1 << 12).decode()
+        except OSError as error:
+            raise RunError(f"Ray job {self.submission_id} has ended at its start: {error}") from None
+        if cluster.rpartition(":")[2] != self._server.cluster.rpartition(":")[2]:
+            raise RunError(f"{self._server.url} is the job server of another Ray cluster, {cluster}")
+        return pid
+
+    def _stop(self) -> None:
+        self._close()
+        with contextlib.suppress(RunError):  # without this process the job ends by itself
+            self._server.stop(self.submission_id)
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _private_folder() -> str:
+    folder = tempfile.mkdtemp(prefix="raypod-job-")
+    if len(os.fsencode(folder)) > _LONGEST_SOCKET - len("/socket"):
+        Path(folder).rmdir()
+        folder = tempfile.mkdtemp(prefix="raypod-job-", dir="/tmp")  # a new folder of mode 0700
+    return folder

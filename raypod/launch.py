@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence
 
-from raypod.cli import report_errors, show
+from raypod.cli import CLOSED_PIPE, discard, report_errors, show
 from raypod.errors import ConfigError
 from raypod.host.files import create_folder, create_numbered_folder
 from raypod.host.redaction import Redaction
@@ -36,7 +36,6 @@ from raypod.status.launch_status import LaunchStatus, routes_of
 from raypod.status.token_server import TokenServer, check_port
 
 _PROG = "raypod launch"
-_BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE: stdout is closed
 
 
 parser = options.parser
@@ -133,9 +132,10 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
             try:
                 return Supervision(hosts, placement, output, signals, request.grace, status.add).run()
             except BrokenPipeError:
-                file.exit_code = _BROKEN_PIPE
-                _discard_stdout()
-                return _BROKEN_PIPE
+                file.exit_code = CLOSED_PIPE
+                for stream in (sys.stdout, sys.stderr):
+                    discard(stream)
+                return CLOSED_PIPE
 
 
 def _check(request: Request, network: Optional[str]) -> None:
@@ -261,14 +261,6 @@ def _command(programs: Programs) -> List[str]:
     given = {f"{index} {name}": value for index, variables in own for name, value in variables.items()}
     redaction = Redaction({**programs.caller, **given})
     return [redaction.clean(word) for word in programs.request.program]
-
-
-def _discard_stdout() -> None:
-    """Redirect stdout and stderr to /dev/null: their reader is gone, and the interpreter flushes them at exit."""
-    descriptor = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.close(descriptor)
 
 
 def _version() -> str:

@@ -65,7 +65,7 @@ def _pack_training(args: Namespace) -> int:
     args.overrides = [word for word in args.overrides if "=" in word]
     if len(words) != 1 or args.verify:
         raise ConfigError("--dataset and --task take one folder, that of the shards: raypod pack --task mine:Task OUT")
-    return _pack_samples(resolve.resolve(args), _target(words[0]), _size_of(args.shard_size))
+    return _pack_samples(resolve.resolve(args), Path(words[0]).expanduser(), _size_of(args.shard_size))
 
 
 def _pack_folder(args: Namespace) -> int:
@@ -86,7 +86,7 @@ def _pack_folder(args: Namespace) -> int:
         return _verify(folder)
     if len(args.words) != 2:
         raise ConfigError("the folder of the shards is missing: raypod pack FOLDER OUT")
-    target = _target(args.words[1])
+    target = Path(args.words[1]).expanduser()
     tables = None if shards.is_packed(folder) else splits_in(folder, args.columns and args.columns.split(","))
     if tables is None and args.columns:
         raise ConfigError(f"--columns has no effect on {folder}, which has no tables: omit it")
@@ -140,10 +140,6 @@ def _verify(folder: Path) -> int:
         shards.verify(folder, index, bar.update)
     show(f"{folder}: {counted(len(index.shards), 'shard')}, {total / 1e9:.2f} GB, all checksums are right")
     return 0
-
-
-def _target(word: str) -> Path:
-    return Path(word).expanduser()
 
 
 def _size_of(text: str) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
-from socket import gethostname
 from typing import Sequence
 
 from raypod.cli import FlagParser, format_table, show, without_flags
@@ -61,26 +62,11 @@ def _verify_data(args: Namespace) -> int:
     return 0 if verdict.is_proved else 1
 
 
-def status_parser() -> FlagParser:
-    """Return the parser of `raypod status`."""
-    return _parser("status", "Print the state of a run.")
-
-
-def attach_parser() -> FlagParser:
-    """Return the parser of `raypod attach`."""
-    return _parser("attach", "Print the output of a detached run until it ends.")
-
-
 def stop_parser() -> FlagParser:
     """Return the parser of `raypod stop`."""
     parser = _parser("stop", "Stop a run after the current call, with a checkpoint.")
     parser.add_argument("--preemption", action="store_true", help="announce a preemption: docs/how-to/preemption.md")
     return parser
-
-
-def version_parser() -> FlagParser:
-    """Return the parser of `raypod version`."""
-    return FlagParser(_version, prog="raypod version", description="Print the versions of raypod and of what it uses.")
 
 
 def _version(args: Namespace) -> int:
@@ -122,7 +108,7 @@ def _run_folder(verb: str, name: str) -> Path:
     folder = Path(name)
     if not folder.is_dir():
         place = "" if folder.is_absolute() else f"{looked_in(folder)}{_in_source(folder)}"
-        raise ConfigError(f"{verb} {folder}: the run folder does not exist on {gethostname()}{place}")
+        raise ConfigError(f"{verb} {folder}: the run folder does not exist on {socket.gethostname()}{place}")
     return folder
 
 
@@ -135,3 +121,9 @@ def _in_source(folder: Path) -> str:
         found = _SOURCE.expanduser() / folder
         return f"; did you mean {found}?" if found.is_dir() else ""
     return ""
+
+
+status_parser = partial(_parser, "status", "Print the state of a run.")
+attach_parser = partial(_parser, "attach", "Print the output of a detached run until it ends.")
+_VERSIONS = "Print the versions of raypod and of what it uses."
+version_parser = partial(FlagParser, _version, prog="raypod version", description=_VERSIONS)

@@ -40,7 +40,7 @@ class LastLine:
             if size < self._read_bytes:  # truncated
                 self._begin, self._line = 0, None
             self._read_bytes = size
-            self._line = self._last_of(self._tail(size)) or self._line
+            self._line = last_line(self._tail(size).decode(errors="replace"))[:_MAX_CHARACTERS] or self._line
         return self._line
 
     def _tail(self, size: int) -> bytes:
@@ -54,11 +54,11 @@ class LastLine:
         finally:
             os.close(descriptor)
 
-    @staticmethod
-    def _last_of(data: bytes) -> Optional[str]:
-        # A progress bar overwrites its line: str.splitlines also splits at the carriage return.
-        lines = (line.strip() for line in reversed(data.decode(errors="replace").splitlines()))
-        return next((line[:_MAX_CHARACTERS] for line in lines if line), None)
+
+def last_line(text: str) -> str:
+    """Return the last line that is not blank, without space around it; "" if there is none."""
+    # A progress bar overwrites its line: str.splitlines also splits at the carriage return.
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def _size(path: Path) -> int:

@@ -9,6 +9,7 @@ import sys
 from typing import Any, List, Optional, Sequence
 
 from raypod.errors import ConfigError
+from raypod.host.last_line import last_line
 from raypod.host.session_process import end_session
 from raypod.instance import collectives
 
@@ -91,7 +92,7 @@ def reset(command: str, recovery_action: str, timeout_s: float) -> str:
         finally:
             end_session(process)
     sys.stderr.write(output)
-    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "no output")
+    last = last_line(output) or "no output"
     return f"exit code {process.returncode}: {last}" if process.returncode else ""
 
 

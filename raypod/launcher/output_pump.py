@@ -74,7 +74,7 @@ class OutputPump:
                         *lines, partial_line = (partial_line + data).split(b"\n")
                         reports = [json.loads(line) for line in lines]
                         ends = [ProgramEnd(*each["end"]) for each in reports if "end" in each]
-                        self._add_starts(dict(each["start"] for each in reports if "start" in each))
+                        self.pids = {**self.pids, **dict(each["start"] for each in reports if "start" in each)}
                         self._add_ends(ends)
                         if is_closed:
                             self._add_ends([ProgramEnd(each, _KILLED, "its reaper died") for each in self._running])
@@ -102,9 +102,6 @@ class OutputPump:
                 self._chunks.append((instance, stream, bytearray(data)))
             self._bytes += len(data)
             self._changed.notify_all()
-
-    def _add_starts(self, pids: Dict[int, int]) -> None:
-        self.pids = {**self.pids, **pids}
 
     def _add_ends(self, ends: List[ProgramEnd]) -> None:
         ended = {end.instance for end in ends}

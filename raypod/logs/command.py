@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from pathlib import Path
 from typing import FrozenSet, List, Optional, Sequence
@@ -17,18 +16,17 @@ from raypod.plan.cluster import read_cluster
 from raypod.pod import ssh
 from raypod.record import event_text
 
-_BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE: stdout is closed
-
 
 def run(args: Namespace) -> int:
     """Run the command.
 
     Returns:
-        0; with --follow the exit code of the run; 128 + 13 if the reader of stdout is gone.
+        0; with --follow the exit code of the run.
 
     Raises:
         ConfigError: a mistake in the options, or the folder is not that of a run or a launch.
         RunError: with --follow, the coordinator of the run died.
+        BrokenPipeError: the reader of stdout is gone.
     """
     if args.cluster:
         cluster = read_cluster(args.cluster)
@@ -40,12 +38,8 @@ def run(args: Namespace) -> int:
     kinds = _kinds(args.events or ("main" if instances is None else "none"))
     since_s = parse_since(args.since) if args.since is not None else None
     selection = Selection(instances, kinds, since_s, _tail(args.tail))
-    try:
-        with Logs(folder, selection) as logs:
-            return logs.show(args.follow)
-    except BrokenPipeError:
-        _discard_stdout()
-        return _BROKEN_PIPE
+    with Logs(folder, selection) as logs:
+        return logs.show(args.follow)
 
 
 def parser() -> FlagParser:
@@ -131,10 +125,3 @@ def _tail(text: Optional[str]) -> Optional[int]:
     if not text.isdecimal():
         raise ConfigError(f"--tail {text}: must be a number of lines")
     return int(text)
-
-
-def _discard_stdout() -> None:
-    """Redirect stdout to /dev/null: its reader is gone, and the interpreter flushes it at exit."""
-    descriptor = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(descriptor, 1)
-    os.close(descriptor)

@@ -148,7 +148,8 @@ def probe_hosts(cluster: Cluster, settings: Dict[str, Any], timeout_s: float) ->
 
     def probe_host(host: Host) -> Union[Facts, str]:
         python = sys.executable if cluster.is_local else "python3"
-        words = [python, "-", json.dumps({**settings, "peers": _peers(cluster, host)})]
+        peers = [each.address for each in cluster.hosts if each is not host and not cluster.is_local]
+        words = [python, "-", json.dumps({**settings, "peers": peers})]
         result = ssh.run_on(host, cluster.ssh, words, program, timeout_s)
         arrived_s = time.time()
         if not result.succeeded:
@@ -213,10 +214,6 @@ def _expected(cluster: Cluster, resolved: Config, file: Optional[ClusterFile]) -
 def _number(pattern: str, text: str) -> Optional[int]:
     found = re.search(pattern, text)
     return int(found.group(1)) if found else None
-
-
-def _peers(cluster: Cluster, host: Host) -> List[str]:
-    return [each.address for each in cluster.hosts if each is not host and not cluster.is_local]
 
 
 def render_findings(findings: Sequence[Finding], hosts: Sequence[str], width: Optional[int] = None) -> str:

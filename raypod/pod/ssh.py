@@ -22,6 +22,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 
 from raypod.errors import ClusterError
 from raypod.host.interfaces import interface_addresses
+from raypod.host.last_line import last_line
 from raypod.plan.cluster import Host, Ssh
 
 HEAD_KEY_PATH = "~/ray_bootstrap_key.pem"  # where `ray up` copies the operator's ssh key
@@ -234,8 +235,7 @@ def _result(exit_code: int, stdout: bytes, stderr: bytes) -> Result:
     output = stdout.decode(errors="backslashreplace")
     if exit_code == 0:
         return Result(0, output, "")
-    lines = [line.strip() for line in stderr.decode(errors="backslashreplace").splitlines() if line.strip()]
-    return Result(exit_code, output, lines[-1] if lines else f"exit code {exit_code}")
+    return Result(exit_code, output, last_line(stderr.decode(errors="backslashreplace")) or f"exit code {exit_code}")
 
 
 def has_passphrase(path: str) -> bool:

@@ -16,8 +16,7 @@ from typing import Any, Dict, Iterator, List, Optional
 import pytest
 
 from raypod import detached, train
-from raypod.commands import background
-from raypod.commands.background import RayJob
+from raypod.detached import RayJob
 from raypod.errors import ClusterError, RunError
 from raypod.fleet import ray_jobs
 from raypod.fleet.ray_jobs import JobServer, find_job_server
@@ -162,7 +161,7 @@ def test_a_job_that_cannot_start(
 ) -> None:
     monkeypatch.setattr(ray_jobs, "_READY_WITHIN_S", 1.0)
     if "submit" in change:
-        monkeypatch.setattr(background, "_START_WITHIN_S", 0.1)
+        monkeypatch.setattr(detached, "_START_WITHIN_S", 0.1)
     for name, value in change.items():
         setattr(server, name, value)
     with pytest.raises(RunError, match=message) as caught:

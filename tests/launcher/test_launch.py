@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable, List, Optional, Tuple
+from typing import List, Optional, Tuple
 
 import pytest
 
@@ -327,8 +327,8 @@ def test_a_closed_stdout_ends_the_programs(launch: Launch, monkeypatch: pytest.M
     def closed(*_: object) -> None:
         raise BrokenPipeError
 
-    discarded: List[Callable[[], None]] = []
+    discarded: List[object] = []
     monkeypatch.setattr("raypod.launcher.output.Console.add", closed)
-    monkeypatch.setattr("raypod.launch._discard_stdout", lambda: discarded.append(closed))
+    monkeypatch.setattr("raypod.launch.discard", discarded.append)
     assert launch(*TWO, "sh", "-c", "echo a; sleep 60").code == 128 + 13
     assert discarded
