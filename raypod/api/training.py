@@ -45,7 +45,7 @@ from raypod.host.lease_file import Log
 from raypod.plan.plan import Plan
 from raypod.plan.profile_window import rounding_of, window_of
 from raypod.plan.tables import topology_summary
-from raypod.record import claim, origin, run_folder, run_state
+from raypod.record import claim, origin, run_folder, run_state, verify_data
 from raypod.record.coordinator_log import CoordinatorLogTimes
 from raypod.record.event_log import EventLog, restarts_in
 from raypod.record.metrics import MetricsAggregator
@@ -291,6 +291,9 @@ class Training:
         resumed = found.checkpoint if found else None
         for damaged in found.damaged if found else ():
             reporter.warn(f"{damaged}; resuming from {resumed.path.name if resumed else ''}")
+        lost = verify_data.lost_lines(plan, resumed) if resumed else None
+        if lost is not None:
+            reporter.warn(lost)
         with contextlib.ExitStack() as stack:
             stack.callback(reporter.close)
             sinks = stack.enter_context(Sinks(plan, reporter.warn))

@@ -27,8 +27,8 @@ def make_way(cluster: Cluster, file: ClusterFile, stops: bool, say: Say) -> None
     What does not end is named in a line: the restart ends it.
 
     Raises:
-        ClusterError: without `stops`, if programs use the cluster, or if that is unknown; the GCS's port belongs to
-            another user.
+        ClusterError: without `stops`, if programs use the cluster, or if that is unknown; another user's process has
+            the port of the GCS.
     """
     drivers, problem, is_foreign = _drivers(cluster, file)
     if is_foreign:

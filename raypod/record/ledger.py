@@ -131,6 +131,12 @@ def last_generation(run_dir: str) -> int:
     return next((line.generation for line in found if line is not None), 0)
 
 
+def last_call(run_dir: Path) -> Optional[CallRecord]:
+    """Return the last call in the ledger of a run folder; None without one."""
+    found = (_parsed(line.text) for line in last_lines(run_dir / LEDGER))
+    return next((line for line in found if isinstance(line, CallRecord)), None)
+
+
 def _parsed(text: bytes) -> Optional[Line]:
     """Return a line of a ledger; None if it is truncated or damaged."""
     try:

@@ -12,12 +12,13 @@ from typing import Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from raypod.checkpoint import storage
+from raypod.checkpoint.format import Checkpoint
 from raypod.cli import counted
 from raypod.datasets.order import call_positions, epoch_order, in_place_of, samples_digest
 from raypod.errors import ConfigError
 from raypod.host.files import parse_json
 from raypod.plan import layout, resolve
-from raypod.plan.plan import Geometry
+from raypod.plan.plan import Geometry, Plan
 from raypod.record import ledger, run_folder
 from raypod.record.ledger import CallRecord, GenerationStarted, Line
 
@@ -116,6 +117,26 @@ def _missing_end(run_dir: Path, order: Order, lines: List[Line]) -> List[str]:
     if last is not None and last.update > last_recorded:
         faults.append(f"{where} {layout.METRICS} reaches update {last.update}")
     return faults
+
+
+def lost_lines(plan: Plan, checkpoint: Checkpoint) -> Optional[str]:
+    """Return which lines before a checkpoint its run folder lacks, from which the run resumes; None if it has all.
+
+    They are flushed to disk before the checkpoint: the disk has lost them, as can happen with the power.
+    """
+    run_dir = Path(plan.run_dir)
+    if run_dir.resolve() != checkpoint.path.resolve().parents[1]:
+        return None  # another run folder, which has no lines before its first update
+    recorded, done = ledger.last_call(run_dir), run_folder.last_update(run_dir)
+    ends = {
+        ledger.NAME: 0 if recorded is None else recorded.update + plan.geometry.device_iterations,
+        run_folder.METRICS: 0 if done is None else done.update,
+    }
+    lost = [f"{name} ends after update {end}" for name, end in ends.items() if end < checkpoint.update]
+    if not lost:
+        return None
+    unproved = "; raypod verify-data proves no later update before it" if ledger.NAME in lost[0] else ""
+    return f"{' and '.join(lost)}, before {checkpoint.path.name}: the disk has lost the lines up to there{unproved}"
 
 
 def _calls_in_effect(order: Order, lines: List[Line]) -> Tuple[List[CallRecord], Dict[int, Geometry], List[str]]:

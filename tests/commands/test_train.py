@@ -69,13 +69,15 @@ def test_the_files_of_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Test accuracy: " in out
 
 
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_and_names_lost_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flat = ("--lr-schedule", "constant", "--checkpoint-every", "10 updates", "--model", "tiny")
     _, folder = command(tmp_path, *flat, "--updates", "24")
     weights = folder / "checkpoints" / "update-00000024" / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
+    for name in ("ledger.jsonl", "metrics.jsonl"):
+        (folder / name).write_bytes(b"".join((folder / name).read_bytes().splitlines(True)[:11]))
     _, whole = command(tmp_path / "whole", *flat, "--updates", "30")
     capsys.readouterr()
     assert command(tmp_path, *flat, "--updates", "30", "--resume", str(folder))[0] == 0
@@ -83,6 +85,8 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
     assert "warning: " in out
     assert "update-00000024 is damaged: weights.safetensors has" in out
     assert "resuming from update-00000020" in out
+    lost = "warning: ledger.jsonl ends after update 10 and metrics.jsonl ends after update 11, before update-00000020"
+    assert lost in " ".join(out.split())
     assert summary_of(whole)["weights_sha256"] == summary_of(folder)["weights_sha256"]
 
 
