@@ -129,13 +129,13 @@ def lost_lines(plan: Plan, checkpoint: Checkpoint) -> Optional[str]:
         return None  # another run folder, which has no lines before its first update
     recorded, done = ledger.last_call(run_dir), run_folder.last_update(run_dir)
     ends = {
-        ledger.NAME: 0 if recorded is None else recorded.update + plan.geometry.device_iterations,
-        run_folder.METRICS: 0 if done is None else done.update,
+        layout.LEDGER: 0 if recorded is None else recorded.update + plan.geometry.device_iterations,
+        layout.METRICS: 0 if done is None else done.update,
     }
     lost = [f"{name} ends after update {end}" for name, end in ends.items() if end < checkpoint.update]
     if not lost:
         return None
-    unproved = "; raypod verify-data proves no later update before it" if ledger.NAME in lost[0] else ""
+    unproved = "; raypod verify-data proves no later update before it" if layout.LEDGER in lost[0] else ""
     return f"{' and '.join(lost)}, before {checkpoint.path.name}: the disk has lost the lines up to there{unproved}"
 
 
