@@ -43,6 +43,7 @@ from raypod.plan.plan import make_plan
 from raypod.plan.resolve import from_values
 from raypod.record import run_state
 from raypod.record.event_log import EventLog
+from raypod.record.run_view import RunView
 from raypod.status import prometheus
 from raypod.status.run_status import RunStatus
 from raypod.status.token_server import read_token
@@ -100,8 +101,9 @@ def run(mode: str, folder: Path, flags: List[str]) -> int:
     from raypod import train
     from raypod.api import training
 
-    def state_only(self: Any, fleet: Any, stack: contextlib.ExitStack) -> Iterator[Any]:
-        yield stack.enter_context(run_state.StateFile(folder, self._run.plan.total_updates))
+    def state_only(self: Any, fleet: Any, status: Any, stack: contextlib.ExitStack, parts: Any) -> Iterator[Any]:
+        self._view = RunView(self._run.plan)
+        yield stack.enter_context(run_state.StateFile(folder, self._view))
 
     if mode == "off":
         training.Training._recorders = state_only  # type: ignore[method-assign]

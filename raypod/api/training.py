@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from pathlib import Path
-from typing import Any, Dict, Generator, Iterator, List, Optional, Sequence, Tuple
+from typing import Generator, Iterator, List, Optional, Sequence, Tuple
 
 from typing_extensions import Protocol
 
@@ -30,12 +30,9 @@ from raypod.errors import (
 )
 from raypod.events import (
     CheckpointBegun,
-    CheckpointSaved,
-    EvaluationDone,
     Event,
     InstanceWarned,
     PhaseBegun,
-    Repaired,
     RunStarted,
 )
 from raypod.fleet.base import Fleet
@@ -50,6 +47,7 @@ from raypod.record.coordinator_log import CoordinatorLogTimes
 from raypod.record.event_log import EventLog, restarts_in
 from raypod.record.metrics import MetricsAggregator
 from raypod.record.profile import ProfileSource, ProfileWriter
+from raypod.record.run_view import RunView
 from raypod.record.sinks import Sinks
 from raypod.status import prometheus
 from raypod.status.endpoint import cached_route, served, snapshot_route
@@ -186,9 +184,8 @@ class Training:
         self._run, self._reporter, self._stop = run, reporter, stop
         resumed = run.found.checkpoint if run.found else None
         self._known = run_folder.evaluations_until(run.plan, resumed.update if resumed else 0)
-        self._evaluations: List[EvaluationDone] = list(self._known)
         self._restarts_before = restarts_in(run.claim.folder)
-        self._last_events: Dict[type, Any] = {}
+        self._view = RunView(run.plan, self._known)
         self._started_at_s = time.monotonic() if started_at_s is None else started_at_s
         self._started_unix_s = time.time() - (time.monotonic() - self._started_at_s)
         self.metrics = MetricsAggregator(run.plan, self._started_at_s)
@@ -211,10 +208,11 @@ class Training:
             stack.push(self._show_way_on)
             stack.push(self._write_report)  # the last step before that of the trackers: it reads the other files
             fleet = fleet_for(plan, self._reporter.print_line)
+            status = self._view = RunStatus(plan, fleet.heartbeats, self._known)
             warn, print_line = self._reporter.warn, self._reporter.print_line
             copies = CheckpointCopies(plan, fleet, warn, print_line, self._stop.seconds_left)
             rescue = Rescue(plan, self._elsewhere, mirror, copies, warn)
-            recorders = [*self._recorders(fleet, stack, rescue.parts), trackers, mirror, rescue]
+            recorders = [*self._recorders(fleet, status, stack, rescue.parts), trackers, mirror, rescue]
             with self._opened(fleet, copies) as (events, sinks):
                 rescue.parts.append(sinks)
                 for event in self._checked(events):
@@ -229,7 +227,7 @@ class Training:
             lease.check_folder()
             more = copies.summary()
             before = self._restarts_before
-            run_folder.write_summary(plan, self.metrics, self._last_events, self._evaluations, more, before)
+            run_folder.write_summary(plan, self.metrics, self._view, more, before)
 
     def _checked(self, events: coordinator.Events) -> Iterator[Event]:
         """Yield the events, and check the run folder; a lost one is thrown into them before something is begun in it.
@@ -254,18 +252,18 @@ class Training:
                     continue
             yield event
 
-    def _recorders(self, fleet: Fleet, stack: contextlib.ExitStack, parts: List[Part]) -> Iterator[Recorder]:
+    def _recorders(
+        self, fleet: Fleet, status: RunStatus, stack: contextlib.ExitStack, parts: List[Part]
+    ) -> Iterator[Recorder]:
         """Open what shows the run to other processes: `state.json`, the status endpoint and `events.jsonl`.
 
         `parts` gets the writers of the two files.
         """
         plan, folder = self._run.plan, self._run.claim.folder
-        state = stack.enter_context(run_state.StateFile(folder, plan, self._stop.exit_code))
+        state = stack.enter_context(run_state.StateFile(folder, status, self._stop.exit_code))
         parts.append(state)
         yield state
         yield CoordinatorLogTimes(folder)
-        status = RunStatus(plan, fleet.heartbeats)
-        yield status
         fleet.export_metrics(lambda: prometheus.started_families(status), prometheus.run_label(plan.run_dir))
         metrics = cached_route(lambda: prometheus.scrape_response(status))
         routes = {"/status": snapshot_route(status.snapshot), "/metrics": metrics}
@@ -309,13 +307,9 @@ class Training:
             self._run.claim.keep()
             if self._elsewhere.is_wanted:
                 self._run.claim.lease.on_folder_lost = self._leave_folder
-        self._last_events[type(event)] = event
+        self._view.handle(event)
         for recorder in recorders:
             recorder.handle(event)
-        if isinstance(event, EvaluationDone):
-            self._evaluations.append(event)
-        elif isinstance(event, Repaired) and self._run.plan.config.pod.is_elastic:  # later ones were of other weights
-            self._evaluations = [each for each in self._evaluations if each.update <= event.update]
         if isinstance(event, InstanceWarned):
             self._reporter.warn(f"{event.text} (instance {event.instance}; its log: {event.log_file})")
         self._reporter.show(event)
@@ -326,14 +320,14 @@ class Training:
 
     def _show_way_on(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
         """Show how a run that has failed continues, unless its error says that."""
-        saved: Optional[CheckpointSaved] = self._last_events.get(CheckpointSaved)
+        saved = self._view.checkpoint
         if saved is not None and isinstance(error, (UserError, InstanceFailed, HostLost, DataUnreadable)):
             way_on = f"continue with --resume {self._run.claim.folder}"
             self._reporter.print_line(f"update {saved.update} is saved in {Path(saved.path).name}: {way_on}")
 
     def _write_report(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
         """Write `report.html`, also for a run that failed or was interrupted. If that fails, the run has a warning."""
-        is_users_mistake = isinstance(error, UserError) and RunStarted not in self._last_events
+        is_users_mistake = isinstance(error, UserError) and self._view.started is None
         if is_users_mistake or isinstance(error, LeaseLost):  # the folder is restored, or another process has it
             return
         from raypod.report.command import write_report

@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional, Sequence, Type
 
 from raypod.checkpoint import storage
 from raypod.errors import ConfigError, RunError
-from raypod.events import EvaluationDone, Repaired, RunEnded, RunStarted, StoppedEarly, UpdateDone
+from raypod.events import EvaluationDone, UpdateDone
 from raypod.host.files import replace_file, strict_json
 from raypod.host.lease_file import is_lease
 from raypod.plan import layout, stored_code
@@ -26,6 +26,7 @@ from raypod.record.coordinator_log import log_of
 from raypod.record.growing_file import last_lines, parse_records
 from raypod.record.lines import Measured, events_in, flat
 from raypod.record.metrics import MetricsAggregator
+from raypod.record.run_view import RunView
 
 
 def choose(resolved: Config) -> str:
@@ -139,25 +140,23 @@ def _evaluations_file(plan: Plan) -> Path:
 def write_summary(
     plan: Plan,
     metrics: MetricsAggregator,
-    last_events: Dict[type, Any],
-    evaluations: Sequence[EvaluationDone],
+    view: RunView,
     more: Optional[Dict[str, Any]] = None,
     restarts_before: int = 0,
 ) -> None:
-    """Write `summary.json` from the last event of each type, all evaluations and further entries.
+    """Write `summary.json` from the state of a run that has ended, and further entries.
 
     `restarts_before` is the number of repairs during earlier starts of the run.
 
     Raises:
         RunError: it cannot be written.
     """
-    started: RunStarted = last_events[RunStarted]
-    ended: RunEnded = last_events[RunEnded]
-    repaired: Optional[Repaired] = last_events.get(Repaired)
-    stopped: Optional[StoppedEarly] = last_events.get(StoppedEarly)
+    started, ended, stopped, evaluations = view.started, view.ended, view.stopped, view.evaluations
+    assert started is not None
+    assert ended is not None
     # After a rollback the newest update can be one that the run has not done any more.
-    is_done = metrics.last is not None and metrics.last.update <= ended.updates
-    last = metrics.last if is_done else last_update(Path(plan.run_dir))
+    is_done = view.update is not None and view.update.update <= ended.updates
+    last = view.update if is_done else last_update(Path(plan.run_dir))
     names, tested = [metric.name for metric in plan.task.metrics], plan.task.evaluated_metrics
     summary = {
         "updates": ended.updates,
@@ -173,7 +172,7 @@ def write_summary(
         "weights_sha256": ended.weights_sha256,
         "ema_sha256": ended.ema_sha256,
         "device": started.device,
-        "restarts": restarts_before + (repaired.restarts if repaired else 0),
+        "restarts": restarts_before + view.restarts,
         "resizes": list(ended.resizes),
         "topology": topology_summary(plan),
         "interrupted": ended.interrupted,

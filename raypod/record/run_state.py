@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 from raypod import cli
 from raypod.errors import LeaseLost, Preempted, RaypodError
@@ -21,7 +21,7 @@ from raypod.host.files import parse_json, replace_file, strict_json
 from raypod.host.job_driver import submission_id_of
 from raypod.host.process import is_stopped, process_start_ticks
 from raypod.plan.layout import STATE
-from raypod.plan.plan import Plan
+from raypod.record.run_view import RunView
 
 _WRITE_INTERVAL_S = 1.0
 _SHARE = 0.05  # of the time: a write waits for the disk
@@ -119,8 +119,10 @@ def end_of(error: BaseException) -> Tuple[str, int, str]:
 class StateFile:
     """Writes the state of the run of this process."""
 
-    def __init__(self, run_dir: Path, plan: Plan, preemption_exit_code: int = cli.INTERRUPTED) -> None:
-        self._path, self._plan, self._preemption_exit_code = run_dir / STATE, plan, preemption_exit_code
+    def __init__(self, run_dir: Path, view: RunView, preemption_exit_code: int = cli.INTERRUPTED) -> None:
+        """`view` has handled each event before this does."""
+        self._path, self._view, self._preemption_exit_code = run_dir / STATE, view, preemption_exit_code
+        plan = view.plan
         ticks = process_start_ticks(os.getpid()) or 0
         own = (os.getpid(), ticks, socket.gethostname())
         job, samples_are = submission_id_of(os.environ), plan.task.samples_are
@@ -134,26 +136,24 @@ class StateFile:
         self._write(dataclasses.replace(self._state, status_port=port, status_token_file=token_file))
 
     def handle(self, event: Event) -> None:
-        """Update the state from an event."""
-        if isinstance(event, RunStarted):
-            self._write(dataclasses.replace(self._state, state=RUNNING, update=event.first_update))
-        elif isinstance(event, UpdateDone):
-            self._state = dataclasses.replace(
-                self._state,
-                update=event.update,
-                loss=event.loss,
-                samples_per_s=event.samples_per_s,
-                eta_s=self._plan.eta_s(event.update, event.samples_per_s),
-            )
-            if time.monotonic() >= self._next_write_s:
-                self._write(self._state)
-        elif isinstance(event, Repaired):
-            self._write(dataclasses.replace(self._state, update=event.update, restarts=event.restarts))
-        elif isinstance(event, RunEnded):
+        """Write what the view says after an event."""
+        if not isinstance(event, (RunStarted, UpdateDone, Repaired, RunEnded)):
+            return
+        view = self._view
+        known: Dict[str, Any] = {}
+        if view.update is not None:
+            known = {"loss": view.update.loss, "samples_per_s": view.update.samples_per_s}
+            known["eta_s"] = view.plan.eta_s(view.position, view.update.samples_per_s)
+        self._state = dataclasses.replace(
+            self._state, update=view.position, restarts=view.restarts, state=RUNNING, **known
+        )
+        if isinstance(event, RunEnded):
             code, state = (cli.INTERRUPTED, INTERRUPTED) if event.interrupted else (0, DONE)
             if event.preempted:
                 code, state = self._preemption_exit_code, PREEMPTED
-            self._state = dataclasses.replace(self._state, state=state, exit_code=code, update=event.updates)
+            self._state = dataclasses.replace(self._state, state=state, exit_code=code)
+        elif not isinstance(event, UpdateDone) or time.monotonic() >= self._next_write_s:
+            self._write(self._state)
 
     def copy_to(self, folder: Path) -> None:
         """Write into another run folder that the run has failed. OSError as from the disk."""

@@ -6,7 +6,6 @@ immutable objects and counters, so that no lock is needed: a snapshot may mix th
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
@@ -14,121 +13,74 @@ import os
 import pwd
 import socket
 import time
-from typing import Any, Callable, Deque, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from raypod.events import (
-    CheckpointFailed,
     CheckpointSaved,
     EvaluationDone,
     Event,
     HostUsage,
-    InstanceLost,
-    InstanceStarted,
     PhaseBegun,
     Repaired,
-    Resized,
-    RunEnded,
-    RunStarted,
     UpdateDone,
 )
 from raypod.fleet.base import Beat
 from raypod.instance.control import IDLE
-from raypod.plan.placement import InstanceSpec, specs_of
+from raypod.plan.placement import InstanceSpec
 from raypod.plan.plan import Plan
 from raypod.plan.tables import describe
 from raypod.record.call_times import CallsByInstance
 from raypod.record.event_log import event_name, fields_of
 from raypod.record.event_text import RECENT
 from raypod.record.recent_events import RecentEvents
+from raypod.record.run_view import RunView
 
 VERSION = 1  # of the JSON: raised when the meaning of a key changes
 _RECENT_EVENTS = 50
-_RECENT_UPDATES = 512  # for sparklines
 _NOT_SHOWN = ("stack", "instances", "seconds", "device_line")  # of an event: long, or elsewhere in the snapshot
 
 
-class RunStatus:
-    """The state of one run. See docs/reference/observability.md for the keys of `snapshot`."""
+class RunStatus(RunView):
+    """The state of one run, with times. See docs/reference/observability.md for the keys of `snapshot`."""
 
-    def __init__(self, plan: Plan, heartbeats: Callable[[], Mapping[int, Beat]]) -> None:
-        """`heartbeats` is `Fleet.heartbeats`."""
-        self._plan, self._heartbeats = plan, heartbeats
-        self._specs, self._sizes = plan.placement.instances, plan.placement.sizes
+    def __init__(
+        self, plan: Plan, heartbeats: Callable[[], Mapping[int, Beat]], evaluations: Sequence[EvaluationDone] = ()
+    ) -> None:
+        """`heartbeats` is `Fleet.heartbeats`; `evaluations` as of `RunView`."""
+        super().__init__(plan, evaluations)
+        self._heartbeats = heartbeats
         self._description = describe(plan)
         self.calls = CallsByInstance()
         self.started_unix_s = time.time()
-        self.phase, self.phase_began_s = "starting", time.monotonic()
-        self.started: Optional[RunStarted] = None
-        self.instances: Dict[int, InstanceStarted] = {}
-        self.lost: Dict[int, InstanceLost] = {}
-        self.update: Optional[UpdateDone] = None
-        self.position = 0
+        self.phase_began_s = time.monotonic()
         self.last_update_unix_s: Optional[float] = None
-        self.updates_done = 0  # by this process
-        self.restarts, self.generation = 0, 0
         self.repaired_unix_s: Optional[float] = None
-        self.checkpoints_saved, self.checkpoints_failed = 0, 0
-        self.checkpoint: Optional[Dict[str, Any]] = None
-        self.evaluation: Optional[Dict[str, Any]] = None
-        self.ended: Optional[RunEnded] = None
+        self._saved_unix_s = self._evaluated_unix_s = 0.0
+        self._earlier = len(self.evaluations)
         self._recent = RecentEvents(_RECENT_EVENTS)
-        self._losses: Deque[UpdateDone] = collections.deque(maxlen=_RECENT_UPDATES)
 
     def handle(self, event: Event) -> None:
         """Update the state from an event."""
+        super().handle(event)
         if isinstance(event, UpdateDone):
-            self.update, self.position, self.last_update_unix_s = event, event.update, time.time()
-            self.updates_done += 1
-            self._losses.append(event)
+            self.last_update_unix_s = time.time()
             return
         self.calls.handle(event)
         if isinstance(event, PhaseBegun):
-            self.phase, self.phase_began_s = event.phase, time.monotonic()
+            self.phase_began_s = time.monotonic()
         elif event_name(type(event)) in RECENT:
-            self._handle_logged(event)
-            shown = {
-                name: value
-                for name, value in fields_of(event).items()
-                if name not in _NOT_SHOWN or isinstance(value, float)
-            }
-            self._recent.append({"unix_s": time.time(), "event": event_name(type(event)), **shown})
+            self._handle_logged(event, time.time())
 
-    def _handle_logged(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            self.started, self.position, self.generation = event, event.first_update, event.generation
-            self.instances = {each.instance: each for each in event.instances}
-        elif isinstance(event, Resized):
-            self._sizes = dataclasses.replace(
-                self._sizes, total_replicas=event.replicas, num_instances=len(event.hosts)
-            )
-            self._specs = specs_of(self._sizes, event.hosts)
-            self.instances = {index: each for index, each in self.instances.items() if index < len(event.hosts)}
-        elif isinstance(event, InstanceLost):
-            self.lost = {**self.lost, event.instance: event}
-        elif isinstance(event, Repaired):
-            self.restarts, self.generation, self.position = event.restarts, event.generation, event.update
-            self.instances = {each.instance: each for each in event.instances}
-            self.lost, self.repaired_unix_s = {}, time.time()
-            if self._plan.config.pod.is_elastic:
-                self._drop_after(event.update)
+    def _handle_logged(self, event: Event, now_s: float) -> None:
+        if isinstance(event, Repaired):
+            self.repaired_unix_s = now_s
         elif isinstance(event, CheckpointSaved):
-            self.checkpoints_saved += 1
-            self.checkpoint = {"update": event.update, "path": event.path, "unix_s": time.time()}
-        elif isinstance(event, CheckpointFailed):
-            self.checkpoints_failed += 1
+            self._saved_unix_s = now_s
         elif isinstance(event, EvaluationDone):
-            self.evaluation = {"update": event.update, "epoch": event.epoch, "metrics": event.metrics}
-            self.evaluation["unix_s"] = time.time()
-        elif isinstance(event, RunEnded):
-            self.ended = event
-
-    def _drop_after(self, update: int) -> None:
-        """Forget the metrics of later updates: they are computed again, with other bits."""
-        while self._losses and self._losses[-1].update > update:
-            self._losses.pop()
-        self.update = self._losses[-1] if self._losses else None
-        if self.evaluation is not None and self.evaluation["update"] > update:
-            self.evaluation = None
+            self._evaluated_unix_s = now_s
+        fields = fields_of(event).items()
+        shown = {name: value for name, value in fields if name not in _NOT_SHOWN or isinstance(value, float)}
+        self._recent.append({"unix_s": now_s, "event": event_name(type(event)), **shown})
 
     @property
     def samples_per_s(self) -> float:
@@ -138,7 +90,7 @@ class RunStatus:
     @property
     def run_dir(self) -> str:
         """The run folder."""
-        return self._plan.run_dir
+        return self.plan.run_dir
 
     def snapshot(self) -> Dict[str, Any]:
         """Return the state as plain data."""
@@ -151,7 +103,7 @@ class RunStatus:
 
     def current(self) -> Dict[str, Any]:
         """Return the state without the newest updates, the events and the plan."""
-        plan, update, started = self._plan, self.update, self.started
+        plan, update, started = self.plan, self.update, self.started
         beats = self._heartbeats()
         return {
             "version": VERSION,
@@ -173,7 +125,7 @@ class RunStatus:
             "total_updates": plan.total_updates,
             "epoch": update.epoch if update else None,
             "epochs": plan.total_updates / plan.updates_per_epoch,
-            "eta_s": None if self.update is None else self._plan.eta_s(self.position, self.samples_per_s),
+            "eta_s": None if self.update is None else self.plan.eta_s(self.position, self.samples_per_s),
             "metrics": update.metrics if update else {},
             "samples_are": plan.task.samples_are,
             "samples_per_s": self.samples_per_s,
@@ -186,24 +138,34 @@ class RunStatus:
             "checkpoints": {
                 "saved": self.checkpoints_saved,
                 "failed": self.checkpoints_failed,
-                "last": self.checkpoint,
+                "last": self._last_checkpoint(),
             },
-            "last_evaluation": self.evaluation,
+            "last_evaluation": self._last_evaluation(),
             "instances": self._instances(beats),
             "hosts": self._hosts(beats),
         }
 
+    def _last_checkpoint(self) -> Optional[Dict[str, Any]]:
+        saved = self.checkpoint
+        return None if saved is None else {"update": saved.update, "path": saved.path, "unix_s": self._saved_unix_s}
+
+    def _last_evaluation(self) -> Optional[Dict[str, Any]]:
+        """Return the newest evaluation of this process."""
+        done = self.evaluations[self._earlier :][-1:]
+        fields = [{"update": each.update, "epoch": each.epoch, "metrics": each.metrics} for each in done]
+        return {**fields[0], "unix_s": self._evaluated_unix_s} if fields else None
+
     def _instances(self, beats: Mapping[int, Beat]) -> List[Dict[str, Any]]:
         summaries, now_s = self.calls.summaries(), time.monotonic()
         return [
-            self._instance(spec, beats.get(spec.index), summaries.get(spec.index, {}), now_s) for spec in self._specs
+            self._instance(spec, beats.get(spec.index), summaries.get(spec.index, {}), now_s) for spec in self.specs
         ]
 
     def _instance(
         self, spec: InstanceSpec, beat: Optional[Beat], calls: Mapping[str, Optional[float]], now_s: float
     ) -> Dict[str, Any]:
         instance, report = self.instances.get(spec.index), beat.report if beat else None
-        sizes = self._sizes
+        sizes = self.sizes
         p50_s = calls.get("p50_s")
         return {
             "instance": spec.index,
@@ -218,9 +180,9 @@ class RunStatus:
             "calls": report.calls if report else 0,
             "cpu_s": report.cpu_s if report else None,
             "heartbeat_age_s": now_s - beat.received_s if beat else None,
-            "samples_per_s": self._plan.geometry.samples_per_call / sizes.num_instances / p50_s if p50_s else None,
+            "samples_per_s": self.plan.geometry.samples_per_call / sizes.num_instances / p50_s if p50_s else None,
             "call_s": dict(calls),
-            "log_file": self._plan.log_file(spec.index),
+            "log_file": self.plan.log_file(spec.index),
             "log_line": report.log_line if report else None,
         }
 
@@ -237,7 +199,7 @@ class RunStatus:
     def _hosts(self, beats: Mapping[int, Beat]) -> Dict[str, Optional[Dict[str, Any]]]:
         """Return the usage of each host, None if no instance there has reported it yet."""
         found: Dict[str, Optional[Dict[str, Any]]] = {}
-        for spec in self._specs:
+        for spec in self.specs:
             instance = self.instances.get(spec.index)
             host, beat = instance.host if instance else spec.host, beats.get(spec.index)
             usage: Optional[HostUsage] = beat.report.host_usage if beat else None
@@ -247,12 +209,12 @@ class RunStatus:
 
     def _recent_updates(self) -> Dict[str, List[Any]]:
         """Return the numbers, the samples per second and each metric of the newest updates, oldest first."""
-        updates = list(self._losses)
+        updates = list(self.recent)
         columns: Dict[str, List[Any]] = {
             "update": [each.update for each in updates],
             "samples_per_s": [round(each.samples_per_s, 1) for each in updates],
         }
-        for metric in self._plan.task.metrics:
+        for metric in self.plan.task.metrics:
             values = [each.metrics[metric.name] for each in updates]
             columns[metric.name] = [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
         return columns

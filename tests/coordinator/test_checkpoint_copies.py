@@ -24,6 +24,7 @@ from raypod.plan import compatibility, layout
 from raypod.plan.plan import Plan
 from raypod.record import run_folder, run_state, verify_data
 from raypod.record.metrics import MetricsAggregator
+from raypod.record.run_view import RunView
 from raypod.record.sinks import Sinks
 from tests.support.bounded import wait_until
 from tests.support.other_disks import DirectServer, Fault, Request, unchanged
@@ -326,7 +327,7 @@ def test_a_run_continues_from_a_copy_with_the_same_weights(make: Make, tmp_path:
     run_folder.create(plan)
     fleet = Hosts(plan, tmp_path / "hosts", "b")
     copies = CheckpointCopies(plan, fleet, pytest.fail, lambda line: None, folder=str(fleet.disk("head")))
-    state = run_state.StateFile(Path(plan.run_dir), plan)
+    state = run_state.StateFile(Path(plan.run_dir), RunView(plan))
     with Sinks(plan) as sinks, state:
         events: Iterator[Event] = coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0), copies=copies)
         with contextlib.closing(events):  # type: ignore[type-var]

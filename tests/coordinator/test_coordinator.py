@@ -19,6 +19,7 @@ from raypod.errors import ConfigError
 from raypod.events import CallReport, EvaluationDone, InstanceWarned, RunEnded, UpdateDone
 from raypod.fleet.scripted import ScriptedFleet
 from raypod.plan.plan import Leg, Plan
+from raypod.record.run_view import RunView
 from tests.support.scripted_runs import events_of, of, only, updates_of
 
 Make = Callable[..., Plan]
@@ -105,7 +106,7 @@ def test_each_warning_is_an_event_once(make: Make) -> None:
 def test_the_user_is_warned(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     run: Any = SimpleNamespace(plan=make(), found=None, claim=SimpleNamespace(folder=None))
     training = Training.__new__(Training)
-    training._run, training._reporter, training._last_events = run, LogReporter(), {}
+    training._run, training._reporter, training._view = run, LogReporter(), RunView(run.plan)
     with caplog.at_level(logging.WARNING, "raypod"):
         training._record(InstanceWarned(0, "UserWarning: x", "logs/instance-0.log"), [])
     assert caplog.messages == ["UserWarning: x (instance 0; its log: logs/instance-0.log)"]

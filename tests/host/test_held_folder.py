@@ -12,6 +12,7 @@ import pytest
 from raypod.host import files, session_process
 from raypod.host.log_times import LogTimes
 from raypod.record import run_state
+from raypod.record.run_view import RunView
 from raypod.status.launch_file import LaunchFile
 from raypod.storage import memory
 from raypod.trackers import memory as tracker_memory
@@ -59,7 +60,8 @@ def test_the_states_of_runs_and_launches_and_the_times_of_logs_are_not_written_t
     folder.mkdir()
     log.write_text("a line\n")
     times = LogTimes(folder / "log")
-    with files.held(folder), run_state.StateFile(folder, plan_for(tmp_path)), LaunchFile(folder, ["true"], ["a"]):
+    state = run_state.StateFile(folder, RunView(plan_for(tmp_path)))
+    with files.held(folder), state, LaunchFile(folder, ["true"], ["a"]):
         folder.rename(tmp_path / "unmounted")
         folder.mkdir()
         os.link(str(log), str(folder / "log"))

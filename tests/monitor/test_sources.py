@@ -12,6 +12,7 @@ from typing import Any, Dict, Iterator, List
 
 import pytest
 
+from raypod import detached
 from raypod.host.process import process_start_ticks
 from raypod.monitor import gc_monitor, live_run, style
 from raypod.monitor.live_run import with_log_lines
@@ -27,6 +28,7 @@ from raypod.status.registry import Entry
 from raypod.status.token_server import Query, Response, Route, TokenServer
 from tests.support.bounded import wait_until
 from tests.support.monitor_models import instance, snapshot
+from tests.support.run_folders import write_run
 
 
 @pytest.fixture
@@ -279,3 +281,11 @@ def test_gc_monitor_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", str(tmp_path))
     assert devices_of_tool(1) is None
     assert gc_monitor.parse({"id": -1, "x": [{"id": True}, {"id": math.inf}]}) == ()
+
+
+def test_a_run_folder_of_a_former_version_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (last, *_) = reversed(write_run(tmp_path / "old"))  # with metrics at the top level of their lines only
+    run = RunFiles(tmp_path / "old").read()
+    assert (run.state, run.update, run.metrics) == ("done", 60, {name: last[name] for name in ("loss", "accuracy")})
+    assert detached.status(tmp_path / "old") == 0
+    assert "done after update 60" in capsys.readouterr().out

@@ -22,6 +22,7 @@ from raypod.plan.plan import Plan
 from raypod.record import run_folder, verify_data
 from raypod.record.lines import line_of
 from raypod.record.metrics import MetricsAggregator
+from raypod.record.run_view import RunView
 from tests.support.documented import DOCS
 from tests.support.faulty_disks import FlushedFiles
 
@@ -204,10 +205,11 @@ def test_a_run_that_ends_after_a_rollback_has_the_metrics_of_its_last_update(mak
     plan = make()
     metrics, folder = MetricsAggregator(plan, 0.0), Path(plan.run_dir)
     done = [UpdateDone(each, 1, {"loss": each + 0.5, "accuracy": 0.0}, 32 * each, 9.0, 2.0) for each in (10, 13)]
-    metrics.last = done[1]
+    view = RunView(plan)
     (folder / "metrics.jsonl").write_text(f"{json.dumps(line_of(done[0]))}\n")
-    last_events = {RunStarted: RunStarted("emulated", "", 0, 1, ()), RunEnded: RunEnded(10, True, "", None)}
-    run_folder.write_summary(plan, metrics, last_events, [])
+    for event in (RunStarted("emulated", "", 0, 1, ()), done[1], RunEnded(10, True, "", None)):
+        view.handle(event)
+    run_folder.write_summary(plan, metrics, view)
     assert (summary_of(folder)["updates"], summary_of(folder)["loss"]) == (10, 10.5)
 
 

@@ -20,6 +20,7 @@ from raypod.plan import layout
 from raypod.plan.layout import TOKEN_FILE
 from raypod.plan.plan import Plan
 from raypod.record import run_state
+from raypod.record.run_view import RunView
 from raypod.status import endpoint
 from raypod.status.endpoint import cached_route, served
 from raypod.status.exposition import CONTENT_TYPE
@@ -125,7 +126,7 @@ def test_a_port_in_use_or_a_wrong_one_is_one_line_and_leaves_no_folder(
 def test_the_token_is_removed_by_an_exception_and_by_an_abort(
     make: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = run_state.StateFile(tmp_path, make())
+    state = run_state.StateFile(tmp_path, RunView(make()))
 
     def fail() -> None:
         with state, served({}, tmp_path, 0, state):
@@ -143,7 +144,7 @@ def test_the_token_is_removed_by_an_exception_and_by_an_abort(
         raise Exited
 
     monkeypatch.setattr(abort.os, "_exit", leave)
-    state = run_state.StateFile(tmp_path, make())
+    state = run_state.StateFile(tmp_path, RunView(make()))
     with state, served({}, tmp_path, 0, state):
         with pytest.raises(Exited):
             abort.abort(ConfigError("Ray hangs"))
