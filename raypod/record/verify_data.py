@@ -57,14 +57,17 @@ class Verdict:
 
 def order_of(run_dir: Path) -> Order:
     """Read the order from the files of a run folder. ConfigError if they are missing or invalid."""
+    path = run_dir / layout.PLAN
     try:
-        described = parse_json((run_dir / "plan.json").read_text())
+        described = parse_json(path.read_text())
         sizes = {field.name: described["geometry"][field.name] for field in dataclasses.fields(Geometry)}
-        config, size = resolve.read_yaml(run_dir / layout.CONFIG), described["dataset"]
+        size = described["dataset"]
+        path = run_dir / layout.CONFIG
+        config = resolve.read_yaml(path)
         seed, window = int(config["training"]["seed"]), config.get("data", {}).get("shuffle_window")
         return Order(Geometry(**sizes), seed, int(size["train_samples"]), tuple(size.get("shards", ())), window)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{run_dir} is not a readable run folder: {error}") from None
+        raise ConfigError(f"{path}, from which the order of the samples follows, is damaged: {error}") from None
 
 
 def verify(run_dir: Path) -> Verdict:

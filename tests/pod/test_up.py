@@ -323,15 +323,8 @@ def test_an_added_host_is_told_to_the_running_autoscaler_after_the_files_are_on_
         if "cluster-pod64.state" in "".join(words):
             assert words[:3] == ["bash", "-c", 'exec python3 - /tmp/ray-$(id -un)/ray/cluster-pod64.state "$@"']
             calls.append([host.address, *words[4:]])
-        answers: Dict[str, Any] = {
-            "failed": ["10.0.0.13"],
-            "drivers": [],
-            "missing": [],
-            "error": "",
-            "foreign": False,
-            "raylet": 1,
-        }
-        answers.update(changes=[], runs=True, token=None)
+        answers: Dict[str, Any] = {"failed": ["10.0.0.13"], "drivers": [], "missing": [], "error": "", "raylet": 1}
+        answers.update(changes=[], runs=True, foreign=False, token=None)
         return ssh.Result(0, json.dumps(answers), "")
 
     monkeypatch.setattr(ssh, "run_on", run_on)

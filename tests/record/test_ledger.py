@@ -171,9 +171,13 @@ def test_a_truncated_line_does_not_affect_the_others(make: Callable[..., Plan], 
     assert ledger.last_generation(plan.run_dir) == 2
 
 
-def test_a_folder_without_a_ledger_is_a_user_error(tmp_path: Path) -> None:
+def test_a_folder_without_a_ledger_is_a_user_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify-data", str(tmp_path)]) == 2
     assert main(["verify-data", str(tmp_path / "nowhere")]) == 2
     assert main(["verify-data"]) == 2
     (tmp_path / layout.LEDGER).write_text(json.dumps({"generation": 1}))
     assert main(["verify-data", str(tmp_path)]) == 2
+    (tmp_path / "plan.json").touch()
+    capsys.readouterr()
+    assert main(["verify-data", str(tmp_path)]) == 2
+    assert f"{tmp_path}/plan.json, from which the order of the samples follows, is damaged: " in capsys.readouterr().err
