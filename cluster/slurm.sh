@@ -57,7 +57,7 @@ for part in ${RAYPOD_SDK:+"$RAYPOD_SDK"/enable "$RAYPOD_SDK"/*/enable.sh}; do
   if test -r "$part"; then . "$part"; fi
 done
 unset OMP_NUM_THREADS  # raypod chooses the number of threads
-"$RAYPOD_PYTHON" -m raypod.host.private "$RAY_TMPDIR"  # another user can have created it
+"$RAYPOD_PYTHON" -m raypod.system.private "$RAY_TMPDIR"  # another user can have created it
 set -- --node-ip-address="$address" --disable-usage-stats --block
 if test "$RAYPOD_IPUS_PER_HOST" -gt 0; then set -- "$@" --resources="{\"IPU\": $RAYPOD_IPUS_PER_HOST}"; fi
 if test "$RAYPOD_ROLE" = head; then
@@ -113,7 +113,7 @@ trap notify USR1 TERM
 # A step for the head, then one for the others once it runs: Ray writes this file then. A worker that joins before the
 # head's own processes makes the start of the head fail, and one that starts long before gives up.
 head_file=$RAY_TMPDIR/ray/ray_current_cluster
-"$RAYPOD_PYTHON" -m raypod.host.private "$RAY_TMPDIR"
+"$RAYPOD_PYTHON" -m raypod.system.private "$RAY_TMPDIR"
 rm -f "$head_file"
 start_head() {
   RAYPOD_ROLE="head" srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" bash -c "$START_RAY" &

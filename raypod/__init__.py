@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, List
 
+from raypod import former_names
 from raypod.errors import (
     CheckpointDamaged,
     CheckpointNotSaved,
@@ -41,16 +42,16 @@ if TYPE_CHECKING:
     from raypod.api.ray_tune import Trainable as Trainable
     from raypod.api.result import Interrupted as Interrupted
     from raypod.api.result import Result as Result
-    from raypod.datasets.collate import pad_collate as pad_collate
-    from raypod.datasets.samples import Arrays as Arrays
-    from raypod.datasets.tables import from_hf as from_hf
-    from raypod.datasets.tables import from_parquet as from_parquet
-    from raypod.datasets.tables import from_ray_data as from_ray_data
     from raypod.plan.config import Config as Config
     from raypod.plan.config import TaskOptions as TaskOptions
     from raypod.plan.metric import Metric as Metric
-    from raypod.tasks.classification import classification_details as classification_details
-    from raypod.tasks.task import Task as Task
+    from raypod.training.data.collate import pad_collate as pad_collate
+    from raypod.training.data.samples import Arrays as Arrays
+    from raypod.training.data.tables import from_hf as from_hf
+    from raypod.training.data.tables import from_parquet as from_parquet
+    from raypod.training.data.tables import from_ray_data as from_ray_data
+    from raypod.training.tasks.classification import classification_details as classification_details
+    from raypod.training.tasks.task import Task as Task
 
 _MODULES = {  # of the names that are imported when they are used
     "STOP": "raypod.api.callbacks",
@@ -61,17 +62,19 @@ _MODULES = {  # of the names that are imported when they are used
     "Trainable": "raypod.api.ray_tune",  # not in __all__: it needs an optional package
     "Interrupted": "raypod.api.result",
     "Result": "raypod.api.result",
-    "Arrays": "raypod.datasets.samples",
-    "pad_collate": "raypod.datasets.collate",
-    "from_hf": "raypod.datasets.tables",
-    "from_parquet": "raypod.datasets.tables",
-    "from_ray_data": "raypod.datasets.tables",
+    "Arrays": "raypod.training.data.samples",
+    "pad_collate": "raypod.training.data.collate",
+    "from_hf": "raypod.training.data.tables",
+    "from_parquet": "raypod.training.data.tables",
+    "from_ray_data": "raypod.training.data.tables",
     "Config": "raypod.plan.config",
     "TaskOptions": "raypod.plan.config",
     "Metric": "raypod.plan.metric",
-    "classification_details": "raypod.tasks.classification",
-    "Task": "raypod.tasks.task",
+    "classification_details": "raypod.training.tasks.classification",
+    "Task": "raypod.training.tasks.task",
 }
+
+former_names.accept()
 
 __all__ = [
     "STOP",

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from typing import List, Optional, Sequence, TextIO
 
-from raypod.cli import paint, report_errors, show, suggestion
-from raypod.commands.table import COMMANDS, EXAMPLES, GROUPS
+from raypod.cli.table import COMMANDS, EXAMPLES, GROUPS
 from raypod.errors import ConfigError
+from raypod.system.command_line import paint, report_errors, show, suggestion
 
 _WIDTH = 13  # of the names of commands
 

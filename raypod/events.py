@@ -10,7 +10,8 @@ from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple, Union
 
 from typing_extensions import Literal
 
-FailureKind = Literal["died", "raised", "silent", "stuck", "device"]  # coordinator/recovery.py: the reaction to each
+# runtime/coordinator/recovery.py: the reaction to each
+FailureKind = Literal["died", "raised", "silent", "stuck", "device"]
 # "starting" lasts until RunStarted and has no event. "saving" is a wait for a checkpoint that is being written.
 Phase = Literal["starting", "training", "evaluating", "saving", "repairing", "ending"]
 
@@ -86,10 +87,10 @@ class CallReport:
     data_wait_s: float = 0.0  # time that the call waited for data
     call_s: float = 0.0  # duration of the call, including the wait for data
     peer_wait_s: Optional[float] = None  # time that the call waited for other instances; None if the SDK cannot tell
-    samples_digest: str = ""  # of the sample indices of the call (record/ledger.py)
+    samples_digest: str = ""  # of the sample indices of the call (runs/ledger.py)
     profile: Optional[ProcessSpans] = None  # in the window of --profile
     warnings: Tuple[str, ...] = ()  # of instance 0: new since the previous report
-    norms: Tuple[Dict[str, float], ...] = ()  # of each update, by name (`model/norms.py`); equal in all instances
+    norms: Tuple[Dict[str, float], ...] = ()  # of each update (`training/models/norms.py`); equal in all instances
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,28 +12,28 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence
 
-from raypod.cli import CLOSED_PIPE, discard, report_errors, show
 from raypod.errors import ConfigError
-from raypod.host.files import create_folder, create_numbered_folder
-from raypod.host.redaction import Redaction
-from raypod.host.sdk import Sdk, sdk_for_programs, without_horovod
-from raypod.launcher import options
-from raypod.launcher.mpi_arguments import parse_mpi_arguments, without_values
-from raypod.launcher.options import Request
-from raypod.launcher.output import Console, Output
-from raypod.launcher.partition import partition
-from raypod.launcher.programs import Programs
-from raypod.launcher.ray_hosts import RayHosts
-from raypod.launcher.supervision import Signals, StdinForwarder, Supervision
+from raypod.observe.status.endpoint import published
+from raypod.observe.status.launch_file import LaunchFile
+from raypod.observe.status.launch_status import LaunchStatus, routes_of
+from raypod.observe.status.token_server import TokenServer, check_port
 from raypod.plan import tables
 from raypod.plan.cluster import Cluster, cluster_of, cluster_of_file, read_cluster
 from raypod.plan.cluster_file import is_network
 from raypod.plan.layout import LAUNCH_OPTIONS
 from raypod.plan.placement import Sizes, check_ilds, place
-from raypod.status.endpoint import published
-from raypod.status.launch_file import LaunchFile
-from raypod.status.launch_status import LaunchStatus, routes_of
-from raypod.status.token_server import TokenServer, check_port
+from raypod.runtime.launcher import options
+from raypod.runtime.launcher.mpi_arguments import parse_mpi_arguments, without_values
+from raypod.runtime.launcher.options import Request
+from raypod.runtime.launcher.output import Console, Output
+from raypod.runtime.launcher.partition import partition
+from raypod.runtime.launcher.programs import Programs
+from raypod.runtime.launcher.ray_hosts import RayHosts
+from raypod.runtime.launcher.supervision import Signals, StdinForwarder, Supervision
+from raypod.system.command_line import CLOSED_PIPE, discard, report_errors, show
+from raypod.system.files import create_folder, create_numbered_folder
+from raypod.system.redaction import Redaction
+from raypod.system.sdk import Sdk, sdk_for_programs, without_horovod
 
 _PROG = "raypod launch"
 

@@ -10,15 +10,16 @@ import time
 from pathlib import Path
 from typing import Optional, Sequence
 
-from raypod import detached, planning
+from raypod.api import planning
 from raypod.api.training import Claimed, Training, claimed, resume_point
-from raypod.cli import INTERRUPTED, FlagParser, discard_unwritten, report_errors, show, tell, width_of
-from raypod.coordinator.stop import Stop, deadline_of, stop_on_signal
+from raypod.cli import detached
 from raypod.errors import ConfigError, Preempted
 from raypod.events import RunEnded
-from raypod.host.process import process_age_s
-from raypod.record import progress, summary_table
-from raypod.storage.restore import check
+from raypod.runs import progress, summary_table
+from raypod.runs.upload.restore import check
+from raypod.runtime.coordinator.stop import Stop, deadline_of, stop_on_signal
+from raypod.system.command_line import INTERRUPTED, FlagParser, discard_unwritten, report_errors, show, tell, width_of
+from raypod.system.process import process_age_s
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -31,18 +31,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from raypod.checkpoint import resume, snapshots, storage, tensors, writer
-from raypod.checkpoint.format import Retention
-from raypod.checkpoint.resume import manifest_of
-from raypod.checkpoint.storage import checkpoint_path, checkpoints_folder
-from raypod.coordinator import coordinator
 from raypod.events import CheckpointSaved, UpdateDone
-from raypod.fleet.inline import InlineFleet
 from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
-from raypod.record.metrics import MetricsAggregator
-from raypod.tasks.registry import facts_of
+from raypod.runs.metrics import MetricsAggregator
+from raypod.runtime.coordinator import coordinator
+from raypod.runtime.workers.inline import InlineFleet
+from raypod.training.checkpoint import resume, snapshots, storage, tensors, writer
+from raypod.training.checkpoint.format import Retention
+from raypod.training.checkpoint.resume import manifest_of
+from raypod.training.checkpoint.storage import checkpoint_path, checkpoints_folder
+from raypod.training.tasks.registry import facts_of
 
 SAMPLES_PER_EPOCH = 512
 

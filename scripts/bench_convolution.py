@@ -23,7 +23,7 @@ import torch  # noqa: E402
 from poptorch.device.kernels import Accumulating, convolution  # noqa: E402
 from torch import nn  # noqa: E402
 
-from raypod.host.process import keep_freed_memory  # noqa: E402
+from raypod.system.process import keep_freed_memory  # noqa: E402
 
 _NAMES = {"_ProductBackward": "product", "_WinogradBackward": "Winograd", "ConvolutionBackward0": "torch"}
 

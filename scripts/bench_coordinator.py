@@ -22,17 +22,17 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
-from raypod.coordinator import coordinator
 from raypod.events import CallReport, UpdateDone
-from raypod.fleet.scripted import ScriptedFleet
+from raypod.observe.status.run_status import RunStatus
 from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import make_plan
 from raypod.plan.resolve import from_values
-from raypod.record.event_log import EventLog
-from raypod.record.metrics import MetricsAggregator
-from raypod.record.sinks import Sinks
-from raypod.status.run_status import RunStatus
-from raypod.tasks.registry import facts_of
+from raypod.runs.event_log import EventLog
+from raypod.runs.metrics import MetricsAggregator
+from raypod.runs.sinks import Sinks
+from raypod.runtime.coordinator import coordinator
+from raypod.runtime.workers.scripted import ScriptedFleet
+from raypod.training.tasks.registry import facts_of
 
 
 class TimedFleet(ScriptedFleet):

@@ -33,8 +33,8 @@ class ResNet18(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from raypod.model import networks
         from raypod.plan.resolve import from_values
+        from raypod.training.models import networks
 
         config = from_values({"data": {"dataset": "synthetic"}, "training": {"model": "resnet18"}})
         self.network = networks.build_model(config, 3, 32, 10)

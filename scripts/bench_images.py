@@ -34,13 +34,13 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from raypod import datasets  # noqa: E402
-from raypod.datasets import packing  # noqa: E402
-from raypod.datasets.loaders import SampleLoader  # noqa: E402
-from raypod.datasets.loading import SeededSamples  # noqa: E402
-from raypod.datasets.order import epoch_order  # noqa: E402
-from raypod.host import torchvision_import  # noqa: E402
 from raypod.plan.resolve import from_values  # noqa: E402
+from raypod.system import torchvision_import  # noqa: E402
+from raypod.training import data as datasets  # noqa: E402
+from raypod.training.data import packing  # noqa: E402
+from raypod.training.data.loaders import SampleLoader  # noqa: E402
+from raypod.training.data.loading import SeededSamples  # noqa: E402
+from raypod.training.data.order import epoch_order  # noqa: E402
 
 torchvision_import.install()
 from torchvision import transforms  # noqa: E402

@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 from typing import Callable, Dict, List, Optional, Tuple
 
-from raypod.launcher.output import Console, Output
-from raypod.launcher.records import STDOUT
+from raypod.runtime.launcher.output import Console, Output
+from raypod.runtime.launcher.records import STDOUT
 
 PROGRAM = (sys.executable, "-c", "print('hello', flush=True)")
 PLAIN = """

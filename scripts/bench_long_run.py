@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List
 
 from raypod.api import training
-from raypod.coordinator.stop import Stop
 from raypod.events import CallReport, EvaluationDone, RunEnded, UpdateDone
-from raypod.fleet.scripted import ScriptedFleet
 from raypod.plan import layout
 from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
-from raypod.record import ledger, run_folder
-from raypod.record.sinks import JsonLines
-from raypod.tasks.registry import facts_of
+from raypod.runs import ledger, run_folder
+from raypod.runs.sinks import JsonLines
+from raypod.runtime.coordinator.stop import Stop
+from raypod.runtime.workers.scripted import ScriptedFleet
+from raypod.training.tasks.registry import facts_of
 
 
 class LongFleet(ScriptedFleet):

@@ -35,19 +35,19 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Tuple
 
 from raypod.events import CallDone, CallTimes, HeartbeatReport, HostUsage, InstanceStarted, RunStarted, UpdateDone
-from raypod.fleet.base import Beat
-from raypod.host.files import strict_json
+from raypod.observe.status import prometheus
+from raypod.observe.status.run_status import RunStatus
+from raypod.observe.status.token_server import read_token
 from raypod.plan.cluster import LOCAL
 from raypod.plan.layout import TOKEN_FILE
 from raypod.plan.plan import make_plan
 from raypod.plan.resolve import from_values
-from raypod.record import run_state
-from raypod.record.event_log import EventLog
-from raypod.record.run_view import RunView
-from raypod.status import prometheus
-from raypod.status.run_status import RunStatus
-from raypod.status.token_server import read_token
-from raypod.tasks.registry import facts_of
+from raypod.runs import run_state
+from raypod.runs.event_log import EventLog
+from raypod.runs.run_view import RunView
+from raypod.runtime.workers.base import Beat
+from raypod.system.files import strict_json
+from raypod.training.tasks.registry import facts_of
 
 MODES = ("off", "on", "polled")
 BLOCKS = "blocks"

@@ -56,14 +56,14 @@ def raypod(standby: int) -> Result:
 RAYPOD = """
 import contextlib, json, os, signal, sys, time
 from pathlib import Path
-from raypod.coordinator import coordinator
-from raypod.record import run_folder
+from raypod.runtime.coordinator import coordinator
+from raypod.runs import run_folder
 from raypod.plan.cluster import LOCAL
 from raypod.plan.resolve import from_values
-from raypod.tasks.registry import facts_of
+from raypod.training.tasks.registry import facts_of
 from raypod.events import Repaired, UpdateDone
-from raypod.fleet.ray import RayFleet
-from raypod.record.metrics import MetricsAggregator
+from raypod.runtime.workers.ray import RayFleet
+from raypod.runs.metrics import MetricsAggregator
 from raypod.plan.plan import make_plan
 
 training = {"batch_size": 16, "epochs": 1000, "lr_schedule": "constant", "updates": 40000}

@@ -19,7 +19,7 @@ def train(config: Dict[str, Any]) -> None:
     from ray import train as ray_train
     from ray.train import torch as ray_torch
 
-    from raypod.model.networks import SmallResNet
+    from raypod.training.models.networks import SmallResNet
 
     torch.set_num_threads(1)
     torch.manual_seed(1)

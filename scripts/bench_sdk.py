@@ -42,8 +42,8 @@ class ResNetWithLoss(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from raypod.model import networks
         from raypod.plan.resolve import from_values
+        from raypod.training.models import networks
 
         torch.manual_seed(0)
         config = from_values({"data": {"dataset": "synthetic"}, "training": {"model": "resnet18"}})

@@ -17,12 +17,12 @@ from typing import Any, Callable, Dict, List
 import torch
 import torch.distributed as dist
 
-from raypod.checkpoint import tensors
-from raypod.host import sdk, torchvision_import
-from raypod.host.emulated import rendezvous as door
-from raypod.instance import collectives
-from raypod.instance.seeding import SeedingPeer, new_seeding
 from raypod.plan.environment import horovod_identity
+from raypod.runtime.worker import collectives
+from raypod.runtime.worker.seeding import SeedingPeer, new_seeding
+from raypod.system import sdk, torchvision_import
+from raypod.system.emulated import rendezvous as door
+from raypod.training.checkpoint import tensors
 
 WAIT_S = 120.0
 

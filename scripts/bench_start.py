@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from raypod import datasets
-from raypod.model import networks
+from raypod.training.models import networks
 from raypod.plan.resolve import from_values
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 from raypod.events import UpdateDone
-from raypod.storage import memory
-from raypod.storage.mirror import Mirror
+from raypod.runs.upload import memory
+from raypod.runs.upload.mirror import Mirror
 
 _RUN_S = 900.0  # bound of one run
 _TICKS_S = os.sysconf("SC_CLK_TCK")

@@ -30,10 +30,10 @@ sys.path[:0] = [str(ROOT)]
 
 import numpy as np  # noqa: E402 - needs the path above
 
-from raypod import datasets  # noqa: E402
-from raypod.datasets import packing  # noqa: E402
-from raypod.datasets.order import epoch_order, packed_order  # noqa: E402
 from raypod.plan.resolve import from_values  # noqa: E402
+from raypod.training import data as datasets  # noqa: E402
+from raypod.training.data import packing  # noqa: E402
+from raypod.training.data.order import epoch_order, packed_order  # noqa: E402
 
 SHARDS, SEED, BATCH = 50, 42, 32
 PEER = str(ROOT / "scripts" / "bench_streaming_peer.py")
@@ -195,7 +195,7 @@ def measure(args: argparse.Namespace, url: str, folder: str, proxy: Any) -> None
 
 def upload(folder: Path, url: str) -> None:
     """Upload a folder."""
-    from raypod.remote.store import Store
+    from raypod.system.remote.store import Store
 
     store = Store(url)
     for file in sorted(folder.rglob("*")):

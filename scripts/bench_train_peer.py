@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from raypod import train
-from raypod.datasets.source import Source
+from raypod.api.planning import plan_of
 from raypod.plan.config import Config
-from raypod.planning import plan_of
-from raypod.tasks.registry import task_of_plan
-from raypod.tasks.task import Task
+from raypod.training.data.source import Source
+from raypod.training.tasks.registry import task_of_plan
+from raypod.training.tasks.task import Task
 
 _SAMPLES = 1024
 _OPTIMIZERS: Any = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}

@@ -31,15 +31,15 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 import ray  # noqa: E402
 
 from raypod.events import CallReport, InstanceStarted  # noqa: E402 - the checkout's own
-from raypod.fleet import ray_watch  # noqa: E402
-from raypod.fleet.ray_replace import ProcessKiller  # noqa: E402
-from raypod.instance.control import Heartbeat  # noqa: E402
-from raypod.instance.process import InstanceProcess  # noqa: E402
 from raypod.plan.cluster import LOCAL  # noqa: E402
 from raypod.plan.plan import Leg, Plan, make_plan  # noqa: E402
 from raypod.plan.resolve import from_values  # noqa: E402
-from raypod.record.metrics import MetricsAggregator  # noqa: E402
-from raypod.tasks.registry import facts_of  # noqa: E402
+from raypod.runs.metrics import MetricsAggregator  # noqa: E402
+from raypod.runtime.worker.control import Heartbeat  # noqa: E402
+from raypod.runtime.worker.process import InstanceProcess  # noqa: E402
+from raypod.runtime.workers import ray_watch  # noqa: E402
+from raypod.runtime.workers.ray_replace import ProcessKiller  # noqa: E402
+from raypod.training.tasks.registry import facts_of  # noqa: E402
 
 Receive = Callable[[Plan, List[Any], List[Any]], int]
 _STACKED_S = 0.03  # between two calls that are received later: just above the interval in which calls share a message

@@ -35,21 +35,21 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, Subset  # noqa: E402
 
-from raypod import datasets  # noqa: E402
-from raypod.datasets import (  # noqa: E402
+from raypod.plan.cluster import LOCAL  # noqa: E402
+from raypod.plan.plan import make_plan  # noqa: E402
+from raypod.plan.resolve import from_values  # noqa: E402
+from raypod.system import torchvision_import  # noqa: E402
+from raypod.training import data as datasets  # noqa: E402
+from raypod.training.data import (  # noqa: E402
     ArrayDataset,
     Augmentation,
     transforms,
 )
-from raypod.datasets.feed import Feed  # noqa: E402
-from raypod.datasets.images import ImageSource  # noqa: E402
-from raypod.datasets.loading import timed  # noqa: E402
-from raypod.datasets.order import augmentation_integers, epoch_order  # noqa: E402
-from raypod.host import torchvision_import  # noqa: E402
-from raypod.plan.cluster import LOCAL  # noqa: E402
-from raypod.plan.plan import make_plan  # noqa: E402
-from raypod.plan.resolve import from_values  # noqa: E402
-from raypod.tasks.registry import facts_of  # noqa: E402
+from raypod.training.data.feed import Feed  # noqa: E402
+from raypod.training.data.images import ImageSource  # noqa: E402
+from raypod.training.data.loading import timed  # noqa: E402
+from raypod.training.data.order import augmentation_integers, epoch_order  # noqa: E402
+from raypod.training.tasks.registry import facts_of  # noqa: E402
 
 torchvision_import.install()
 from torchvision import transforms as theirs  # noqa: E402

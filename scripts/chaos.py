@@ -36,19 +36,19 @@ from chaos_faults import KINDS, FaultInjector, FaultyFleet, render_table  # noqa
 from chaos_hosts import two_hosts  # noqa: E402
 from chaos_storage import URL, KilledServer, missing_packages  # noqa: E402
 
-from raypod.coordinator import coordinator  # noqa: E402
 from raypod.events import Event, InstanceLost, Repaired, Resized, RunEnded, RunStarted, UpdateDone  # noqa: E402
-from raypod.fleet.inline import InlineFleet  # noqa: E402
-from raypod.fleet.ray import RayFleet  # noqa: E402
 from raypod.plan import layout  # noqa: E402
 from raypod.plan.cluster import LOCAL, Cluster  # noqa: E402
 from raypod.plan.plan import Plan, make_plan  # noqa: E402
 from raypod.plan.resolve import from_values  # noqa: E402
-from raypod.record import run_folder, verify_data  # noqa: E402
-from raypod.record.metrics import MetricsAggregator  # noqa: E402
-from raypod.record.sinks import Sinks  # noqa: E402
-from raypod.storage.mirror import Mirror  # noqa: E402
-from raypod.tasks.registry import facts_of  # noqa: E402
+from raypod.runs import run_folder, verify_data  # noqa: E402
+from raypod.runs.metrics import MetricsAggregator  # noqa: E402
+from raypod.runs.sinks import Sinks  # noqa: E402
+from raypod.runs.upload.mirror import Mirror  # noqa: E402
+from raypod.runtime.coordinator import coordinator  # noqa: E402
+from raypod.runtime.workers.inline import InlineFleet  # noqa: E402
+from raypod.runtime.workers.ray import RayFleet  # noqa: E402
+from raypod.training.tasks.registry import facts_of  # noqa: E402
 
 INSTANCES = 4
 FAULTY_SHARE = 0.7  # of the time; the rest is for the faster run without faults

@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Counter, Dict, Iterator, List, Set, Tuple
 
-from raypod.checkpoint import storage
 from raypod.events import CallReport, Event, Repaired, Resized, RunStarted, UpdateDone
-from raypod.fleet.base import Fleet
 from raypod.plan.plan import Leg, Plan
+from raypod.runtime.workers.base import Fleet
+from raypod.training.checkpoint import storage
 
 # The longest delay of a fault after the beginning of its phase, in seconds. `writing` is the background write of a
 # checkpoint; `rendezvous` begins when a replacement is built.

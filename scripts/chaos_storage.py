@@ -13,9 +13,9 @@ from typing import Iterator, List
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from raypod.checkpoint.storage import checkpoints_folder, list_checkpoints  # noqa: E402
-from raypod.host.process import environment_variables  # noqa: E402
 from raypod.plan.layout import EVALUATIONS, METRICS  # noqa: E402
+from raypod.system.process import environment_variables  # noqa: E402
+from raypod.training.checkpoint.storage import checkpoints_folder, list_checkpoints  # noqa: E402
 from tests.support.storage_servers import (  # noqa: E402 - the checkout's own
     BUCKET,
     KEY_ID,

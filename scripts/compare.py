@@ -115,9 +115,9 @@ class BySample:
 
 def by_sample(data_dir: str) -> Tuple[BySample, BySample, int]:
     """Return the data of `--dataset compare:by_sample`, from the files of `--dataset cifar10`."""
-    from raypod import datasets
-    from raypod.host import torchvision_import
     from raypod.plan.resolve import from_values
+    from raypod.system import torchvision_import
+    from raypod.training import data as datasets
 
     torchvision_import.install()
     splits = datasets.load(from_values({"data": {"dataset": "cifar10", "data_dir": data_dir}}))

@@ -25,8 +25,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 from browser import Browser, Page, find_chromium  # noqa: E402 - the checkout's own
 
 from raypod.__main__ import COMMANDS  # noqa: E402
-from raypod.record import run_state  # noqa: E402
-from raypod.record.growing_file import parse_records  # noqa: E402
+from raypod.runs import run_state  # noqa: E402
+from raypod.runs.growing_file import parse_records  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 MAX_BYTES = 300_000

@@ -23,7 +23,7 @@ MEMBER = """
 import sys
 import numpy as np
 from raypod import datasets
-from raypod.datasets import transforms
+from raypod.training.data import transforms
 from raypod.plan.resolve import from_values
 
 def kib(keys, path=""):

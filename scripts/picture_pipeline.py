@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import List
 
-from raypod.model.schedule import Schedule, StageCost, compare_strategies
+from raypod.training.models.schedule import Schedule, StageCost, compare_strategies
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES, MICRO_BATCHES = 2, 4

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from raypod.monitor.build_pod import build_pod
-from raypod.monitor.model import HostFacts, from_json
-from raypod.monitor.render import render
-from raypod.monitor.screen import POD, RUN, Screen
+from raypod.observe.monitor.build_pod import build_pod
+from raypod.observe.monitor.model import HostFacts, from_json
+from raypod.observe.monitor.render import render
+from raypod.observe.monitor.screen import POD, RUN, Screen
 
 WIDTH, HEIGHT = 132, 34
 

@@ -54,7 +54,7 @@ def flags_page() -> str:
 
 def commands_page() -> str:
     """Return the page of every subcommand, with its help as it is printed."""
-    from raypod.commands.table import COMMANDS, GROUPS
+    from raypod.cli.table import COMMANDS, GROUPS
 
     parts = [
         _NOTE,
@@ -74,7 +74,7 @@ def commands_page() -> str:
 
 def metrics_page() -> str:
     """Return the page of every metric for Prometheus."""
-    from raypod.status import launch_status, prometheus
+    from raypod.observe.status import launch_status, prometheus
 
     def table(metrics: Any) -> str:
         rows = [f"| `{metric.name}` | {metric.kind} | {_cell(metric.help)} |" for metric in metrics]

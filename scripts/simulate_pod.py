@@ -7,8 +7,8 @@ Assumptions:
 - Every instance has two cores. All links of hosts have one speed, both directions at the same time, behind a switch
   that forwards all of them; `--efficiency` of the speed carries payload. Instances of a host are connected by its
   loopback interface, without a limit but that of their cores.
-- Seeding is a chain over all instances (`raypod/instance/seeding.py`): a link passes a chunk on while the next one
-  arrives. A stage, which receives, authenticates and forwards, takes a constant time per byte, whatever the link.
+- Seeding is a chain over all instances (`raypod/runtime/worker/seeding.py`): a link passes a chunk on while the next
+  one arrives. A stage, which receives, authenticates and forwards, takes a constant time per byte, whatever the link.
 - The exchange is `_pod.reduce`'s recursive halving and doubling, nearest instance first. Its instances transfer at the
   same time, and each takes a constant time per byte that it sends and receives. On IPUs the exchange is that of the
   IPU-Links; this one is the emulated SDK's between hosts.
@@ -28,7 +28,7 @@ from typing import Any, Dict, List, Tuple
 
 import bench_seeding
 
-CHUNK_BYTES = 1 << 18  # raypod.instance.seeding
+CHUNK_BYTES = 1 << 18  # raypod.runtime.worker.seeding
 EXCHANGE_CHUNK_BYTES = 1 << 24  # _pod.reduce
 
 

@@ -33,7 +33,7 @@ from raypod.plan.cluster import LOCAL
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
-from raypod.tasks.registry import facts_of
+from raypod.training.tasks.registry import facts_of
 from tests.support import kinds
 from tests.support.bounded import wait_until
 from tests.support.browser import Browser, find_chromium

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, Callable, Dict, Iterable, List, Tuple, Union, get_args
 
-from raypod.cli import suggestion
 from raypod.errors import ConfigError
 from raypod.events import Event
+from raypod.system.command_line import suggestion
 
 Handler = Callable[[Any], Any]
 

@@ -9,11 +9,11 @@ from raypod.api.callbacks import Callbacks
 from raypod.api.request import ConfigLike, PathLike, TaskLike, plan_of, process_kept
 from raypod.api.result import Interrupted, Result
 from raypod.api.training import LogReporter, Reporter, Training, claimed
-from raypod.coordinator.stop import Stop
 from raypod.errors import RunError
 from raypod.events import Event
 from raypod.plan.plan import Plan
-from raypod.record.progress import Progress
+from raypod.runs.progress import Progress
+from raypod.runtime.coordinator.stop import Stop
 
 CallbacksLike = Union[Callable[[Event], Any], Sequence[Any]]
 

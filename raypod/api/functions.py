@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from raypod.api.request import PathLike, process_kept
-from raypod.cli import nearest, show
 from raypod.errors import ConfigError, summarize_exception
-from raypod.fleet.ray_functions import RayFunctions
-from raypod.host import sdk
-from raypod.host.emulated import activation
-from raypod.instance.function_process import STDOUT, Setup, pack
 from raypod.plan.cluster import LOCAL, read_cluster
 from raypod.plan.placement import Placement, Sizes, place
+from raypod.runtime.worker.function_process import STDOUT, Setup, pack
+from raypod.runtime.workers.ray_functions import RayFunctions
+from raypod.system import sdk
+from raypod.system.command_line import nearest, show
+from raypod.system.emulated import activation
 
 _COLLECTIVES = ("auto", "horovod", "gloo")
 _OPTIONS = (

@@ -11,10 +11,10 @@ import ray
 
 from raypod.api.fit import Stream, stream
 from raypod.api.request import plan_of
-from raypod.checkpoint import resume, storage
 from raypod.events import CheckpointSaved, EvaluationDone, Event, UpdateDone
-from raypod.fleet.ray_nodes import alive_nodes
 from raypod.plan.plan import Plan
+from raypod.runtime.workers.ray_nodes import alive_nodes
+from raypod.training.checkpoint import resume, storage
 
 try:
     from ray import tune

@@ -8,19 +8,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterator, Mapping, Optional, Type, Union
 
-from raypod import planning
-from raypod.cli import nearest
+from raypod.api import planning
 from raypod.errors import ConfigError
-from raypod.host.emulated import activation
 from raypod.plan import resolve
 from raypod.plan.config import Config, fields
 from raypod.plan.flags import ALIASES
 from raypod.plan.plan import Plan
-from raypod.storage import snapshots
-from raypod.tasks import registry
+from raypod.runs.upload import snapshots
+from raypod.system.command_line import nearest
+from raypod.system.emulated import activation
+from raypod.training.tasks import registry
 
 if TYPE_CHECKING:
-    from raypod.tasks.task import Task
+    from raypod.training.tasks.task import Task
 
 PathLike = Union[str, "os.PathLike[str]"]
 TaskLike = Union[str, "Type[Task]", None]
@@ -71,7 +71,7 @@ def process_kept() -> Iterator[None]:
 def _name_of(task: Union[str, Type[Task]]) -> str:
     if isinstance(task, str):
         return task
-    from raypod.tasks.task import Task  # only for a task that is a class
+    from raypod.training.tasks.task import Task  # only for a task that is a class
 
     if not isinstance(task, type) or not issubclass(task, Task):
         shown = task.__name__ if isinstance(task, type) else type(task).__name__

@@ -1,7 +1,7 @@
 """The end of a run whose run folder no longer takes its state: the newest one goes to `--storage-path` and to copies.
 
-The coordinator saves it in a folder on another disk of this host (`coordinator/kept_state.py`). Here that gets the
-files with which a run continues, and is passed on while the instances still run.
+The coordinator saves it in a folder on another disk of this host (`runtime/coordinator/kept_state.py`). Here that gets
+the files with which a run continues, and is passed on while the instances still run.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Callable, List, Optional
 
 from typing_extensions import Protocol
 
-from raypod.cli import shortened
-from raypod.coordinator.checkpoint_copies import CheckpointCopies
-from raypod.coordinator.kept_state import Elsewhere
 from raypod.errors import RaypodError
 from raypod.events import CheckpointSaved, Event
-from raypod.host.files import replace_file, strict_json
 from raypod.plan import layout
 from raypod.plan.plan import Plan
-from raypod.record import run_folder
-from raypod.storage.mirror import Mirror
+from raypod.runs import run_folder
+from raypod.runs.upload.mirror import Mirror
+from raypod.runtime.coordinator.checkpoint_copies import CheckpointCopies
+from raypod.runtime.coordinator.kept_state import Elsewhere
+from raypod.system.command_line import shortened
+from raypod.system.files import replace_file, strict_json
 
 
 class Part(Protocol):

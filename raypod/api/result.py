@@ -9,16 +9,16 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Optional, Sequence, Union
 
-from raypod.checkpoint import storage, weights_file
-from raypod.cli import counted
 from raypod.errors import ConfigError
 from raypod.events import EvaluationDone, UpdateDone
-from raypod.host.files import parse_json
 from raypod.plan import layout
 from raypod.plan.layout import EVALUATIONS, METRICS, SUMMARY
 from raypod.plan.metric import Metric
-from raypod.record.lines import flat
-from raypod.record.run_folder import measured, way_to_continue
+from raypod.runs.lines import flat
+from raypod.runs.run_folder import measured, way_to_continue
+from raypod.system.command_line import counted
+from raypod.system.files import parse_json
+from raypod.training.checkpoint import storage, weights_file
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +64,7 @@ class Result:
             ConfigError: a file of the run cannot be read.
             OSError: the report cannot be written.
         """
-        from raypod.report import command
+        from raypod.observe.report import command
 
         command.write_report(self.run_dir)
         return ReportPage(self.run_dir / layout.REPORT)
@@ -104,7 +104,7 @@ class Result:
             ConfigError: there is no checkpoint, or names or shapes differ; the message lists all differences.
             CheckpointDamaged: a file of the checkpoint is not the one that was written.
         """
-        from raypod.checkpoint import tensors  # imports torch, which the rest of a result does not need
+        from raypod.training.checkpoint import tensors  # imports torch, which the rest of a result does not need
 
         path = Path(checkpoint) if checkpoint is not None else self.best_checkpoint
         if path is None or not storage.is_checkpoint(path):

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
-from raypod.report.run_data import RunReader
+from raypod.observe.report.run_data import RunReader
 
 _MAX_ROWS = 300  # of a curve
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 320, 150, 46, 16  # pixels of a chart, and of its margins with numbers

@@ -11,13 +11,8 @@ from typing import Generator, Iterator, List, Optional, Sequence, Tuple
 
 from typing_extensions import Protocol
 
-from raypod import planning
+from raypod.api import planning
 from raypod.api.rescue import Part, Rescue
-from raypod.checkpoint import resume, weights_file
-from raypod.coordinator import coordinator
-from raypod.coordinator.checkpoint_copies import CheckpointCopies
-from raypod.coordinator.kept_state import Elsewhere
-from raypod.coordinator.stop import Stop, deadline_of, early_stop
 from raypod.errors import (
     ConfigError,
     DataUnreadable,
@@ -35,27 +30,32 @@ from raypod.events import (
     PhaseBegun,
     RunStarted,
 )
-from raypod.fleet.base import Fleet
-from raypod.fleet.choice import fleet_for
-from raypod.host.abort import on_abort
-from raypod.host.lease_file import Log
+from raypod.observe.status import prometheus
+from raypod.observe.status.endpoint import cached_route, served, snapshot_route
+from raypod.observe.status.run_status import RunStatus
+from raypod.observe.status.token_server import check_port
+from raypod.observe.trackers.processes import TrackerProcesses
 from raypod.plan.plan import Plan
 from raypod.plan.profile_window import rounding_of, window_of
 from raypod.plan.tables import topology_summary
-from raypod.record import claim, origin, run_folder, run_state, verify_data
-from raypod.record.coordinator_log import CoordinatorLogTimes
-from raypod.record.event_log import EventLog, restarts_in
-from raypod.record.metrics import MetricsAggregator
-from raypod.record.profile import ProfileSource, ProfileWriter
-from raypod.record.run_view import RunView
-from raypod.record.sinks import Sinks
-from raypod.status import prometheus
-from raypod.status.endpoint import cached_route, served, snapshot_route
-from raypod.status.run_status import RunStatus
-from raypod.status.token_server import check_port
-from raypod.storage.mirror import Mirror
-from raypod.storage.restore import restore
-from raypod.trackers.processes import TrackerProcesses
+from raypod.runs import claim, origin, run_folder, run_state, verify_data
+from raypod.runs.coordinator_log import CoordinatorLogTimes
+from raypod.runs.event_log import EventLog, restarts_in
+from raypod.runs.lease_file import Log
+from raypod.runs.metrics import MetricsAggregator
+from raypod.runs.profile import ProfileSource, ProfileWriter
+from raypod.runs.run_view import RunView
+from raypod.runs.sinks import Sinks
+from raypod.runs.upload.mirror import Mirror
+from raypod.runs.upload.restore import restore
+from raypod.runtime.coordinator import coordinator
+from raypod.runtime.coordinator.checkpoint_copies import CheckpointCopies
+from raypod.runtime.coordinator.kept_state import Elsewhere
+from raypod.runtime.coordinator.stop import Stop, deadline_of, early_stop
+from raypod.runtime.workers.base import Fleet
+from raypod.runtime.workers.choice import fleet_for
+from raypod.system.abort import on_abort
+from raypod.training.checkpoint import resume, weights_file
 
 
 class Reporter(Protocol):
@@ -330,7 +330,7 @@ class Training:
         is_users_mistake = isinstance(error, UserError) and self._view.started is None
         if is_users_mistake or isinstance(error, LeaseLost):  # the folder is restored, or another process has it
             return
-        from raypod.report.command import write_report
+        from raypod.observe.report.command import write_report
 
         try:
             write_report(self._run.claim.folder)

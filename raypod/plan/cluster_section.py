@@ -7,8 +7,8 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import yaml
 
-from raypod.cli import suggestion
 from raypod.plan.unique_keys import DuplicateKey, duplicate_keys
+from raypod.system.command_line import suggestion
 
 
 @dataclasses.dataclass(frozen=True)

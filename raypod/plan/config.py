@@ -18,8 +18,8 @@ from raypod.plan.ipu_section import IpuSection
 from raypod.plan.pod_section import PodSection
 from raypod.plan.run_section import RunSection
 from raypod.plan.section import Section
-from raypod.plan.urls import check_url, is_url
 from raypod.plan.values import Betas, Counts, Epochs, ImageShape, Names, Samples, Splits, parse_evaluations, parse_size
+from raypod.system.urls import check_url, is_url
 
 MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")

@@ -13,9 +13,9 @@ from raypod.plan.cluster import VipuPartition
 from raypod.plan.placement import InstanceSpec, Placement, gcd_index, num_gcds
 
 IPUS_PER_LINK_DOMAIN = 64  # of a POD64, the largest IPU-Link domain
-# The folder of the emulated SDK, for a program that finds no Horovod; see host/startup/sitecustomize.py.
+# The folder of the emulated SDK, for a program that finds no Horovod; see system/startup/sitecustomize.py.
 HOROVOD_FALLBACK = "RAYPOD_HOROVOD_FALLBACK"
-STARTUP_DIR = str(Path(__file__).parent.parent / "host" / "startup")
+STARTUP_DIR = str(Path(__file__).parent.parent / "system" / "startup")
 
 
 def placement_environment(placement: Placement, spec: InstanceSpec) -> Dict[str, str]:

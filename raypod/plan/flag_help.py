@@ -10,8 +10,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from typing_extensions import Literal, get_origin
 
-from raypod.cli import nearest, show
 from raypod.errors import ConfigError
+from raypod.system.command_line import nearest, show
 
 # Titles of the groups by name, in the order of the help.
 GROUPS = {

@@ -7,11 +7,11 @@ from typing import Any, Dict, List, Optional, Type
 
 from pydantic.fields import FieldInfo
 
-from raypod.cli import Joined
 from raypod.errors import ConfigError
 from raypod.plan import flag_help
 from raypod.plan.config import Config, TaskOptions, fields
 from raypod.plan.resolve import NO_SCHEMA, TASK_NAME, Schema
+from raypod.system.command_line import Joined
 
 ALIASES = {
     "replicas": ["--num-replicas"],

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
-from raypod.cli import counted, suggestion
 from raypod.errors import ConfigError
+from raypod.system.command_line import counted, suggestion
 
 KEY = "ipu_config"  # of the section `ipu`
 Values = Dict[str, Dict[str, Any]]

@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
-from raypod.cli import counted
 from raypod.errors import ConfigError
 from raypod.plan.config import Config
 from raypod.plan.values import TENSOR_KINDS
+from raypod.system.command_line import counted
 
 TORCH = "torch."  # before the name of a dtype among the arguments of a call
 SDK_NUMERICS: Dict[str, Any] = {"stochastic_rounding": False, "partials": "float"}  # the defaults of the SDK

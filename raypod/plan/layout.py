@@ -35,27 +35,27 @@ class RunFile(NamedTuple):
 
 # In the order in which files are copied: a line of the ledger is written before that of the metrics.
 TABLE = (
-    RunFile(CONFIG, "record/run_folder", ("resume", "copy", "undo", "show")),
-    RunFile(SEAL, "record/run_folder", ("resume", "copy", "undo")),
-    RunFile(PLAN, "record/run_folder", ("mark", "resume", "copy", "undo", "show")),
-    RunFile(METRICS, "record/sinks", ("mark", "resume", "copy", "show")),
-    RunFile(EVALUATIONS, "record/sinks", ("resume", "copy", "undo", "show")),
-    RunFile(LEDGER, "record/ledger", ("resume", "copy")),
-    RunFile(EVENTS, "record/event_log", ("mark", "resume", "copy", "undo", "show")),
-    RunFile(STATE, "record/run_state", ("mark", "resume", "undo", "show")),
-    RunFile(COPIES, "coordinator/copy_sender", ("copy",)),
-    RunFile(STORAGE, "storage/memory", ("copy", "undo")),
-    RunFile(REPORT, "report/command", ("mirror",)),
-    RunFile(PROFILE, "record/profile", ("mirror",)),
-    RunFile(LAUNCH, "status/launch_file", ("launch", "mirror")),
-    RunFile(TEST, "record/sinks", ("mirror", "show")),
-    RunFile(SUMMARY, "record/run_folder", ("show",)),  # goes to a storage last, with the counts of the mirror
+    RunFile(CONFIG, "runs/run_folder", ("resume", "copy", "undo", "show")),
+    RunFile(SEAL, "runs/run_folder", ("resume", "copy", "undo")),
+    RunFile(PLAN, "runs/run_folder", ("mark", "resume", "copy", "undo", "show")),
+    RunFile(METRICS, "runs/sinks", ("mark", "resume", "copy", "show")),
+    RunFile(EVALUATIONS, "runs/sinks", ("resume", "copy", "undo", "show")),
+    RunFile(LEDGER, "runs/ledger", ("resume", "copy")),
+    RunFile(EVENTS, "runs/event_log", ("mark", "resume", "copy", "undo", "show")),
+    RunFile(STATE, "runs/run_state", ("mark", "resume", "undo", "show")),
+    RunFile(COPIES, "runtime/coordinator/copy_sender", ("copy",)),
+    RunFile(STORAGE, "runs/upload/memory", ("copy", "undo")),
+    RunFile(REPORT, "observe/report/command", ("mirror",)),
+    RunFile(PROFILE, "runs/profile", ("mirror",)),
+    RunFile(LAUNCH, "observe/status/launch_file", ("launch", "mirror")),
+    RunFile(TEST, "runs/sinks", ("mirror", "show")),
+    RunFile(SUMMARY, "runs/run_folder", ("show",)),  # goes to a storage last, with the counts of the mirror
     RunFile(LAUNCH_OPTIONS, "launch", ("launch",)),
-    RunFile(TOKEN_FILE, "status/endpoint"),
-    RunFile(CHECKPOINTS, "checkpoint/storage"),
-    RunFile(LOGS, "record/run_folder"),
-    RunFile(TENSORBOARD, "record/sinks"),
-    RunFile(TRACKERS, "trackers/memory"),
+    RunFile(TOKEN_FILE, "observe/status/endpoint"),
+    RunFile(CHECKPOINTS, "training/checkpoint/storage"),
+    RunFile(LOGS, "runs/run_folder"),
+    RunFile(TENSORBOARD, "runs/sinks"),
+    RunFile(TRACKERS, "observe/trackers/memory"),
 )
 MIRRORED_FOLDERS = (LOGS, TENSORBOARD)  # as a whole; checkpoints are mirrored one by one
 

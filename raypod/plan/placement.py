@@ -9,9 +9,9 @@ import dataclasses
 import os
 from typing import Dict, List, Optional, Sequence, Tuple
 
-from raypod.cli import counted
 from raypod.errors import ClusterError, ConfigError
 from raypod.plan.cluster import Cluster, Host, VipuPartition
+from raypod.system.command_line import counted
 
 IPUS_PER_PROCESS = 64  # PopTorch's limit; more IPUs need more instances
 

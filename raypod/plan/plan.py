@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Dict, List, Optional, Sequence, Tuple
 
-from raypod.cli import counted
 from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster
 from raypod.plan.compatibility import check_compatible, check_metrics, check_min_hosts, check_whole_calls
@@ -18,6 +17,7 @@ from raypod.plan.placement import Placement, Sizes, is_power_of_two, place, way_
 from raypod.plan.pod_section import PodSection
 from raypod.plan.stages import ipus_of
 from raypod.plan.values import parse_evaluations, parse_interval
+from raypod.system.command_line import counted
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Optional
 
-from raypod.cli import counted
 from raypod.errors import ConfigError
 from raypod.plan.plan import Plan
 from raypod.plan.values import parse_updates
+from raypod.system.command_line import counted
 
 
 def window_of(plan: Plan) -> Optional[range]:

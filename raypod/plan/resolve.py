@@ -14,7 +14,6 @@ from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Ty
 import pydantic
 import yaml
 
-from raypod.cli import nearest, show, suggestion, value_of
 from raypod.errors import ConfigError
 from raypod.plan import ipu_config, shipped, stored_code
 from raypod.plan.config import (
@@ -30,7 +29,8 @@ from raypod.plan.config import (
 from raypod.plan.layout import CHECKPOINTS, CONFIG, is_run_folder
 from raypod.plan.pod_section import PodSection
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
-from raypod.plan.urls import is_url
+from raypod.system.command_line import nearest, show, suggestion, value_of
+from raypod.system.urls import is_url
 
 Values = Dict[str, Dict[str, Any]]  # section -> key -> value as given, not validated
 TASK_NAME = "task.name"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import List, Optional
 
-from raypod.cli import nearest
+from raypod.system.command_line import nearest
 
 RECIPES, CLUSTERS = "configs", "cluster"
 _PACKAGE = Path(__file__).resolve().parent.parent

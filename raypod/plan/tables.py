@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from raypod.cli import counted, format_table
 from raypod.plan import ipu_options, shipped
 from raypod.plan.cluster import Host, VipuPartition
 from raypod.plan.elastic import smaller_plans
@@ -22,6 +21,7 @@ from raypod.plan.placement import (
 )
 from raypod.plan.plan import Plan
 from raypod.plan.stages import stages_of
+from raypod.system.command_line import counted, format_table
 
 _GEOMETRY = (  # the keys of `geometry` in plan.json
     *("micro_batch_size", "gradient_accumulation", "device_iterations", "total_replicas", "num_instances"),

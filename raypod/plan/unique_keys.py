@@ -9,7 +9,7 @@ from typing import Any, Dict, Iterator, Tuple
 
 import yaml
 
-_MOST_LEVELS = 100  # of nodes in each other; for JSON see host/files.py
+_MOST_LEVELS = 100  # of nodes in each other; for JSON see system/files.py
 _HINTS = {  # by a part of PyYAML's message
     "<block end>": ": is its indentation that of its siblings?",
     "character '\\t'": ": a tab; YAML is indented with spaces",

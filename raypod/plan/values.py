@@ -12,10 +12,10 @@ import yaml
 from pydantic import Field
 from typing_extensions import Annotated
 
-from raypod.cli import nearest
 from raypod.errors import ConfigError
 from raypod.plan import stages
-from raypod.plan.urls import check_url, is_url
+from raypod.system.command_line import nearest
+from raypod.system.urls import check_url, is_url
 
 TENSOR_KINDS = ("optimizer", "weights", "activations", "accumulators")
 LOGGED = ("grad-norm", "weight-norm", "update-ratio")

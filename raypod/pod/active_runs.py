@@ -2,7 +2,7 @@
 
 `python3 active_runs.py CLUSTER`, a start command of the head in the cluster files, exits with 1 if there are any; the
 GCS of the cluster names them. `python3 - folders|stop DRIVERS < active_runs.py` is for those on this host, of which
-`raypod up` sends what `fleet/gcs.py` returns, as JSON. One file, Python 3.6, standard library.
+`raypod up` sends what `runtime/workers/gcs.py` returns, as JSON. One file, Python 3.6, standard library.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ STOP_S = 900.0  # as `raypod stop`: for a long call and a large checkpoint
 END_S = 30.0  # for a program without a run: raypod knows of nothing that it could save
 _EXIT_S = 10.0  # for the process of a run to end after it
 _MARK = b"RAYPOD_CLUSTER="
-_GCS_CLIENT = "fleet/gcs.py"
+_GCS_CLIENT = "runtime/workers/gcs.py"
 _GCS_S = 30.0
 _NAMESPACE = "raypod"  # of trainings and launches, which end by SIGINT, with a checkpoint if they write any
-_ENTRIES = Path("/tmp")  # the parent of the folders of `status/registry.py`
+_ENTRIES = Path("/tmp")  # the parent of the folders of `observe/status/registry.py`
 _MAX_BYTES = 16384
 _POLL_S = 0.1
 Driver = Dict[str, Any]
@@ -169,7 +169,7 @@ def _gcs_server(cluster: str) -> Optional[Tuple[str, Dict[str, str]]]:
 
 
 def _lease_of(folder: str, pid: int, ticks: int) -> Optional[Path]:
-    """Return the file of the lease of a run folder that a process of this host holds (see `host/lease_file.py`)."""
+    """Return the file of the lease of a run folder that a process of this host holds (see `runs/lease_file.py`)."""
     for path in Path(folder).glob("lease-*.json"):
         with contextlib.suppress(OSError):
             holder = _entry(path)

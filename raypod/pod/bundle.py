@@ -20,10 +20,10 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
-from raypod.cli import FlagParser, show
 from raypod.errors import ConfigError
 from raypod.plan import shipped
 from raypod.pod import wheels
+from raypod.system.command_line import FlagParser, show
 
 _VERSION = ".".join(map(str, sys.version_info[:2]))
 _START_S = 60.0  # limit of the start of an interpreter

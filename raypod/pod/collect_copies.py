@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 from raypod.plan.cluster import Cluster, Host
-from raypod.pod import host_copies, ssh
+from raypod.pod import host_copies
+from raypod.runtime import ssh
 
 _LIST_S = 60.0
 _TRANSFER_S = 3600.0  # of one copy

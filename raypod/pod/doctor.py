@@ -15,18 +15,13 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
-from raypod import cli
 from raypod.errors import ClusterError
-from raypod.fleet import gcs, ray_admission
-from raypod.fleet.ray_folder import socket_folder
-from raypod.fleet.ray_session import named_cluster
 from raypod.plan import environment, flags, resolve
 from raypod.plan.cluster import LOCAL, Cluster, Host, cluster_from, read_file
 from raypod.plan.cluster_file import ClusterFile
 from raypod.plan.config import Config
 from raypod.plan.placement import Sizes, place
-from raypod.plan.urls import is_url
-from raypod.pod import file_checks, host_folders, probe, program_check, ssh
+from raypod.pod import file_checks, host_folders, probe, program_check
 from raypod.pod.findings import (
     MONITOR_PORTS,
     OK,
@@ -38,7 +33,13 @@ from raypod.pod.findings import (
     Finding,
     examine,
 )
-from raypod.tasks.registry import schema_for
+from raypod.runtime import ssh
+from raypod.runtime.workers import gcs, ray_admission
+from raypod.runtime.workers.ray_folder import socket_folder
+from raypod.runtime.workers.ray_session import named_cluster
+from raypod.system import command_line as cli
+from raypod.system.urls import is_url
+from raypod.training.tasks.registry import schema_for
 
 _PROBE_TIMEOUT_S = 60.0
 _PACKAGES = ("ray", "torch", "torchvision", "raypod", "poptorch", "popdist", "horovod", "filelock")

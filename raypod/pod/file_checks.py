@@ -10,11 +10,11 @@ import re
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from raypod.fleet import gcs
 from raypod.plan.cluster_file import ClusterFile
 from raypod.plan.cluster_section import Mistake
-from raypod.pod.ssh import HEAD_KEY_PATH, has_passphrase
 from raypod.pod.stop_cluster import MARK
+from raypod.runtime.ssh import HEAD_KEY_PATH, has_passphrase
+from raypod.runtime.workers import gcs
 
 HOST_TOKEN_PATH = "~/.ray/auth_token"  # where Ray reads the token
 _START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
@@ -206,8 +206,8 @@ _BOTH = [
     (rf"\b{MARK}=", f"export {MARK}=<cluster_name>, so that `raypod down` ends only this cluster"),
     (r"\bRAY_TMPDIR=|--temp-dir", "all users can write to /tmp/ray; export RAY_TMPDIR=/tmp/ray-$(id -un)"),
     (
-        r"/host/private\.py ",
-        "RAY_TMPDIR can be a folder of another user; check it: python3 ~/raypod/source/raypod/host/private.py "
+        r"/(?:system|host)/private\.py ",
+        "RAY_TMPDIR can be a folder of another user; check it: python3 ~/raypod/source/raypod/system/private.py "
         "$RAY_TMPDIR || exit 1",
     ),
     (r"--min-worker-port", "the worker ports are not fixed; use --min-worker-port and --max-worker-port"),

@@ -9,10 +9,10 @@ import dataclasses
 import re
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
-from raypod.fleet import gcs, ray_admission
-from raypod.host import horovod_address, vipu
-from raypod.host.interfaces import is_address, is_in, is_loopback
 from raypod.plan.cluster import Cluster
+from raypod.runtime.workers import gcs, ray_admission
+from raypod.system import horovod_address, vipu
+from raypod.system.interfaces import is_address, is_in, is_loopback
 
 OK, WARN, TROUBLE = "ok", "warn", "trouble"
 RAY_CLUSTER = "Ray cluster"  # the subject of the finding that Ray does not run; `way_out` starts it

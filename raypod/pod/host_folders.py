@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Dict
 
-from raypod.host import private
 from raypod.plan.cluster import Cluster, Host
 from raypod.plan.cluster_file import ClusterFile
-from raypod.pod import file_checks, ssh
+from raypod.pod import file_checks
+from raypod.runtime import ssh
+from raypod.system import private
 
 _TIMEOUT_S = 30.0
 _PROBLEM = 1  # exit code of the program, and of no failure of ssh or of Python

@@ -17,11 +17,12 @@ from typing import Any, Dict, Optional
 import yaml
 
 from raypod.errors import ClusterError
-from raypod.host.files import parse_json, replace_file
 from raypod.plan.cluster import Cluster
 from raypod.plan.cluster_file import ClusterFile
-from raypod.pod import file_checks, ssh
+from raypod.pod import file_checks
 from raypod.pod.collect_copies import Say
+from raypod.runtime import ssh
+from raypod.system.files import parse_json, replace_file
 
 _READ_TOKEN = """
 import json, os

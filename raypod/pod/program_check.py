@@ -15,16 +15,16 @@ import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from raypod import cli
 from raypod.errors import ConfigError
-from raypod.host.emulated import activation
-from raypod.host.last_line import LastLine
-from raypod.host.sdk import sdk_for_programs
-from raypod.launcher.host_process import HostProcess
-from raypod.launcher.records import Program, ProgramEnd
-from raypod.launcher.supervision import Signals
 from raypod.plan.environment import join_path
 from raypod.pod.findings import OK, TROUBLE, WARN, Finding
+from raypod.runtime.launcher.host_process import HostProcess
+from raypod.runtime.launcher.records import Program, ProgramEnd
+from raypod.runtime.launcher.supervision import Signals
+from raypod.system import command_line as cli
+from raypod.system.emulated import activation
+from raypod.system.last_line import LastLine
+from raypod.system.sdk import sdk_for_programs
 
 TIMEOUT_S = 300.0
 _GRACE_S = 10.0  # for a program to clean up after its call, and again after SIGTERM

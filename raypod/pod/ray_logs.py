@@ -7,9 +7,9 @@ import re
 import time
 from typing import Callable, Optional
 
-from raypod.cli import printable
 from raypod.plan.cluster import Cluster, Host
-from raypod.pod import ssh
+from raypod.runtime import ssh
+from raypod.system.command_line import printable
 
 # RAY_TMPDIR: as in the cluster files of this repository, or the default. Another user's could link to any file.
 _FOLDERS = "/tmp/ray-$(id -un)/ray /tmp/ray"

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
-from raypod.cli import shortened
 from raypod.errors import RunError
-from raypod.fleet import gcs
 from raypod.plan.cluster import Cluster, Host
 from raypod.plan.cluster_file import ClusterFile
-from raypod.pod import file_checks, loaded_sources, probe, ray_logs, ssh, stop_cluster, stop_runs
+from raypod.pod import file_checks, loaded_sources, probe, ray_logs, stop_cluster, stop_runs
 from raypod.pod.collect_copies import Say
+from raypod.runtime import ssh
+from raypod.runtime.workers import gcs
+from raypod.system.command_line import shortened
 
 _MAX_CHANGES = 3  # in a message
 

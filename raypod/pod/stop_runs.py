@@ -9,13 +9,14 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
-from raypod.cli import shortened
 from raypod.errors import ClusterError
-from raypod.fleet import gcs
 from raypod.plan.cluster import Cluster, Host
 from raypod.plan.cluster_file import ClusterFile
-from raypod.pod import active_runs, file_checks, ssh
+from raypod.pod import active_runs, file_checks
 from raypod.pod.collect_copies import Say
+from raypod.runtime import ssh
+from raypod.runtime.workers import gcs
+from raypod.system.command_line import shortened
 
 _MAX_COMMAND = 120  # characters
 Driver = Dict[str, Any]
@@ -84,7 +85,7 @@ def _answer_of_head(cluster: Cluster, file: ClusterFile) -> ssh.Result:
 
 
 def gcs_words(file: ClusterFile, words: List[str]) -> List[str]:
-    """Return the command that runs `fleet/gcs.py`, from stdin, on the head with the TLS settings of the cluster."""
+    """Return the command that runs `runtime/workers/gcs.py`, from stdin, on the head with the TLS of the cluster."""
     # A shell expands ~ and variables in the values, as it does in the start commands.
     tls = file_checks.tls_variables(file)
     return ["bash", "-c", " ".join([*(f"export {each};" for each in tls), 'exec python3 - "$@"']), "bash", *words]

@@ -17,11 +17,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Callable, Dict, List, Sequence
 
-from raypod.cli import FlagParser, show
 from raypod.errors import ClusterError, ConfigError, RunError
-from raypod.fleet import ray_admission
-from raypod.fleet.ray_folder import private_tmpdir
-from raypod.host.private import make_private
 from raypod.plan import shipped
 from raypod.plan.cluster import Cluster, Host, cluster_from, raise_mistakes, read_file
 from raypod.plan.cluster_file import ClusterFile
@@ -32,12 +28,16 @@ from raypod.pod import (
     host_folders,
     join_head,
     ray_logs,
-    ssh,
     started,
     stop_cluster,
     stop_runs,
     up_lock,
 )
+from raypod.runtime import ssh
+from raypod.runtime.workers import ray_admission
+from raypod.runtime.workers.ray_folder import private_tmpdir
+from raypod.system.command_line import FlagParser, show
+from raypod.system.private import make_private
 
 _STOP_TIMEOUT_S = 60.0
 _SOURCE = "~/raypod/source/raypod"  # where the cluster files of this repository copy raypod

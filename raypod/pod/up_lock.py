@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from raypod.errors import ClusterError
 from raypod.plan.cluster import Cluster
-from raypod.pod import ssh
+from raypod.runtime import ssh
 
 _WITHIN_S = 30.0
 _END_S = 5.0

@@ -30,7 +30,7 @@ import torch  # noqa: E402  # as above
 from conformance import front_end_runs  # noqa: E402  # as above
 from conformance.clone import CloneError, extract  # noqa: E402  # as above
 from conformance.command import exit_with, refuse  # noqa: E402  # as above
-from raypod.host.emulated import activation  # noqa: E402  # as above
+from raypod.system.emulated import activation  # noqa: E402  # as above
 
 _APPLICATION = "vision/cnns/pytorch"
 
@@ -80,7 +80,7 @@ class TurboJPEG:
 """,
 }
 # `raypod compile` without the estimate of the memory, which takes most of its time.
-_COMPILE = "import sys; from raypod.commands import compile; compile._print_estimate = lambda *_: 0"
+_COMPILE = "import sys; from raypod.cli import compile; compile._print_estimate = lambda *_: 0"
 _COMPILE += "; sys.exit(compile.run(compile.parser(sys.argv[1:]).parse_args(sys.argv[1:])))"
 _WIDTH = 70
 

@@ -16,9 +16,9 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tu
 
 from conformance import process_group
 from conformance.clone import extract
-from raypod.checkpoint.tensors import read_tensors
 from raypod.plan import layout
-from raypod.record import ledger
+from raypod.runs import ledger
+from raypod.training.checkpoint.tensors import read_tensors
 
 TORCH = "2.0.1"  # the version that this PopTorch needs
 _OWN = Path(__file__).with_name("front_end")

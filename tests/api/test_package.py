@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Callable
 
@@ -40,3 +43,22 @@ def test_errors_are_of_one_tree_and_the_package_is_typed() -> None:
     assert len(found) > 15
     assert all(issubclass(value, raypod.RaypodError) for value in found)
     assert (Path(raypod.__file__).parent / "py.typed").is_file()
+
+
+def test_a_former_name_is_the_same_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("raypod.datasets")]:
+        monkeypatch.delitem(sys.modules, name)
+    module = importlib.import_module("raypod.training.data.digits")
+    with pytest.deprecated_call(match="^raypod.datasets is now raypod.training.data;") as warned:
+        assert importlib.import_module("raypod.datasets.digits") is module
+    assert [each.filename for each in warned] == [importlib.__file__]
+    assert module.__spec__ is not None
+    assert module.__spec__.name == "raypod.training.data.digits"
+    assert importlib.util.find_spec("raypod.datasets.no_such_module") is None
+
+
+def test_the_former_path_of_private_py_still_checks(tmp_path: Path, processes: None) -> None:
+    program = Path(raypod.__file__).parent / "host" / "private.py"
+    for folder, code in ((tmp_path / "new", 0), (Path("/tmp"), 1)):
+        assert subprocess.run([sys.executable, str(program), str(folder)], check=False).returncode == code
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700

@@ -11,12 +11,12 @@ import pytest
 
 import raypod
 from raypod.api import training
-from raypod.checkpoint import storage
-from raypod.coordinator import kept_state
 from raypod.errors import CheckpointNotSaved, FolderLost, RunError
 from raypod.events import UpdateDone
-from raypod.record import run_state, verify_data
-from raypod.storage.mirror import Mirror
+from raypod.runs import run_state, verify_data
+from raypod.runs.upload.mirror import Mirror
+from raypod.runtime.coordinator import kept_state
+from raypod.training.checkpoint import storage
 
 URL = "file:///store"
 RUN = {

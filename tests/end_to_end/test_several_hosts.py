@@ -15,11 +15,11 @@ from typing import Any, Dict, Iterator, List, Set
 import pytest
 
 from raypod import launch
-from raypod.checkpoint import resume
 from raypod.events import Repaired, Resized
-from raypod.fleet import ray_replace
 from raypod.plan.cluster import LOCAL, Cluster, Host
-from raypod.record import verify_data
+from raypod.runs import verify_data
+from raypod.runtime.workers import ray_replace
+from raypod.training.checkpoint import resume
 from tests.support import ROOT
 from tests.support.bounded import COMMAND_S, wait_until
 from tests.support.faulty_runs import Outcome, assert_undisturbed, plan_for, run

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raypod import cli
 from raypod.errors import ConfigError
 from raypod.plan import config, flags, layout, resolve, stored_code
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
 from raypod.plan.values import Interval, parse_interval
+from raypod.system import command_line as cli
 
 
 def test_an_interval_is_in_updates_epochs_or_minutes() -> None:

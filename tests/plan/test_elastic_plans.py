@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypod.datasets.order import call_positions
 from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster, Host, VipuPartition
 from raypod.plan.elastic import Room, largest_fit, sizes_of, smaller_plans
 from raypod.plan.plan import DatasetSize, Plan, TaskFacts, make_plan
 from raypod.plan.resolve import from_values
 from raypod.plan.tables import render
+from raypod.training.data.order import call_positions
 
 
 def plan_on(hosts: int, replicas: int, instances: Optional[int] = None, **training: Any) -> Plan:

@@ -11,15 +11,15 @@ from typing import Any, List, Optional
 
 import pytest
 
-from raypod.cli import FlagParser
 from raypod.errors import ConfigError
-from raypod.instance.environment import instance_environment
 from raypod.plan import flags, resolve
 from raypod.plan.cluster import LOCAL, Cluster, Host, VipuPartition
 from raypod.plan.environment import device_environment
 from raypod.plan.placement import Sizes, place
 from raypod.plan.plan import DatasetSize, TaskFacts, make_plan
 from raypod.plan.resolve import from_values
+from raypod.runtime.worker.environment import instance_environment
+from raypod.system.command_line import FlagParser
 
 
 def test_the_reports_of_popvision_have_a_folder_for_each_instance(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

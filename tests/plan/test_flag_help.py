@@ -6,8 +6,8 @@ from typing import Any, List, Sequence
 import pytest
 
 from raypod.__main__ import main
-from raypod.cli import FlagParser
 from raypod.plan import config, flag_help, flags
+from raypod.system.command_line import FlagParser
 
 
 def shown(capsys: Any, *words: str) -> str:

@@ -6,12 +6,12 @@ from typing import Any, Dict, List
 
 import pytest
 
-from raypod.cli import FlagParser
 from raypod.errors import ConfigError
 from raypod.plan import flags, ipu_options
 from raypod.plan.compatibility import check_compatible
 from raypod.plan.config import Config
 from raypod.plan.resolve import from_values, resolve
+from raypod.system.command_line import FlagParser
 
 
 def config(ipu: Dict[str, Any], training: Dict[str, Any], pod: Dict[str, Any]) -> Config:

@@ -9,13 +9,13 @@ from typing import Any, Dict, List
 import pytest
 import torch
 
-from raypod import planning
-from raypod.checkpoint.resume import LENGTH, settings_of
-from raypod.cli import FlagParser
+from raypod.api import planning
 from raypod.errors import ConfigError
 from raypod.plan import flags, resolve, user_code
 from raypod.plan.learning_rate import RunFacts, check_function, learning_rate, loss_scaling
 from raypod.plan.resolve import from_values
+from raypod.system.command_line import FlagParser
+from raypod.training.checkpoint.resume import LENGTH, settings_of
 
 UPDATES = 40
 

@@ -11,7 +11,7 @@ from raypod.plan.cluster import cluster_of
 from raypod.plan.config import Config
 from raypod.plan.plan import Geometry, Plan, default_run_dir, make_plan
 from raypod.plan.resolve import from_values
-from raypod.tasks.registry import facts_of
+from raypod.training.tasks.registry import facts_of
 
 ACCUMULATION, ONE_IPU = "gradient_accumulation", {"ipus_per_replica": 1}
 THREE_STAGES = {ACCUMULATION: 3, "pipeline_splits": "features.3,features.5"}

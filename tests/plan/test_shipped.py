@@ -86,7 +86,7 @@ def test_files_are_listed_and_printed(monkeypatch: pytest.MonkeyPatch, capsys: A
     assert main(["files"]) == 0
     out = capsys.readouterr().out
     assert "a ResNet-101 on two IPUs, eight replicas in four instances\n" in out  # a pipe: one line for each file
-    monkeypatch.setattr("raypod.commands.files.width_of", lambda stream: 80)
+    monkeypatch.setattr("raypod.cli.files.width_of", lambda stream: 80)
     assert main(["files"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
@@ -130,7 +130,7 @@ def test_the_start_commands_have_the_required_settings(name: str) -> None:
     given = yaml.safe_load(text_of(name))
     head, worker = (given[f"{kind}_start_ray_commands"][-1] for kind in ("head", "worker"))
     for command in (head, worker):
-        assert "/raypod/host/private.py $RAY_TMPDIR || exit 1;" in command
+        assert "/raypod/system/private.py $RAY_TMPDIR || exit 1;" in command
         for words in ("RAY_AUTH_MODE=token", f"RAYPOD_CLUSTER={name} ", "unset OMP_NUM_THREADS", "worker-port=10002"):
             assert words in command
         assert re.findall(r'"IPU":(\d+)', command) == ([str(IPUS[name] // HOSTS[name])] if IPUS[name] else [])

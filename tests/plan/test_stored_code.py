@@ -12,8 +12,8 @@ from raypod.__main__ import main
 from raypod.errors import ConfigError
 from raypod.plan import resolve, stored_code, user_code
 from raypod.plan.plan import Plan
-from raypod.record import run_folder
-from raypod.tasks.registry import load_config
+from raypod.runs import run_folder
+from raypod.training.tasks.registry import load_config
 
 MODULE = """
 from pathlib import Path

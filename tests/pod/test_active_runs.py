@@ -15,11 +15,12 @@ from typing import Any, Dict, List
 import pytest
 
 from raypod.errors import ClusterError
-from raypod.host.process import process_start_ticks
+from raypod.observe.status import registry
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Host, Ssh, cluster_from
-from raypod.pod import active_runs, ssh, stop_runs, up_lock
-from raypod.status import registry
+from raypod.pod import active_runs, stop_runs, up_lock
+from raypod.runtime import ssh
+from raypod.system.process import process_start_ticks
 from tests.support import ROOT
 from tests.support.bounded import wait_until
 

@@ -13,7 +13,8 @@ from typing import Any, Callable, Dict, List, Tuple
 import pytest
 
 from raypod.plan.cluster import Cluster, Host
-from raypod.pod import collect_copies, host_copies, ssh
+from raypod.pod import collect_copies, host_copies
+from raypod.runtime import ssh
 
 HEAD, B, C = "10.9.9.1", "10.9.9.2", "10.9.9.3"
 COMMAND = f"on {HEAD}: python3 -m raypod.train --cluster file.yaml"

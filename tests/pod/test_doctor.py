@@ -13,10 +13,11 @@ from typing import Any, Dict, List
 import pytest
 
 from raypod.__main__ import main
-from raypod.fleet import gcs
-from raypod.host.process import sources_digest
 from raypod.plan.cluster import Host
-from raypod.pod import probe, ssh
+from raypod.pod import probe
+from raypod.runtime import ssh
+from raypod.runtime.workers import gcs
+from raypod.system.process import sources_digest
 from tests.support import ROOT
 
 SHIPPED = ROOT / "cluster" / "emulated-pod.yaml"

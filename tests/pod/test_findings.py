@@ -9,10 +9,10 @@ from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 
-from raypod.fleet import gcs
 from raypod.plan.cluster import LOCAL, Cluster, Host, VipuPartition
 from raypod.pod.doctor import render_findings
 from raypod.pod.findings import OK, TROUBLE, WARN, Expected, Finding, examine
+from raypod.runtime.workers import gcs
 
 GIB = 1 << 30
 HOSTS = ("10.0.0.1", "10.0.0.2")

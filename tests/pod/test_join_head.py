@@ -14,7 +14,8 @@ import yaml
 from raypod.errors import ClusterError
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Host, Ssh, cluster_from
-from raypod.pod import join_head, ssh, stop_runs
+from raypod.pod import join_head, stop_runs
+from raypod.runtime import ssh
 from tests.support import ROOT
 
 SHIPPED = ROOT / "cluster" / "emulated-pod.yaml"

@@ -14,9 +14,9 @@ import jsonschema
 import pytest
 import yaml
 
-from raypod.cli import FlagParser
 from raypod.plan import flags, resolve
-from raypod.record import run_state
+from raypod.runs import run_state
+from raypod.system.command_line import FlagParser
 from tests.support import ROOT
 from tests.support.bounded import COMMAND_S, wait_until
 

@@ -12,10 +12,10 @@ import pytest
 
 from raypod.__main__ import main
 from raypod.errors import ConfigError
-from raypod.launcher.records import ProgramEnd
 from raypod.pod import program_check
 from raypod.pod.findings import OK, TROUBLE, WARN, Finding
 from raypod.pod.program_check import Outcome, conclude, render
+from raypod.runtime.launcher.records import ProgramEnd
 from tests.support.bounded import wait_until
 
 FAILED, DONE = ProgramEnd(0, 1, "exit code 1"), ProgramEnd(0, 0, "exit code 0")

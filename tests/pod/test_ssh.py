@@ -14,7 +14,8 @@ import pytest
 from raypod.__main__ import main
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Host, Ssh
-from raypod.pod import file_checks, ssh, up
+from raypod.pod import file_checks, up
+from raypod.runtime import ssh
 from tests.support import ROOT
 
 pytestmark = pytest.mark.usefixtures("processes")

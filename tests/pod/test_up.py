@@ -16,11 +16,9 @@ import yaml
 
 from raypod.__main__ import main
 from raypod.errors import ClusterError, RunError
-from raypod.fleet import ray_admission
-from raypod.host.private import make_private
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Cluster, Host, Ssh, cluster_from
-from raypod.pod import host_folders, ssh, started, up, up_lock
+from raypod.pod import host_folders, started, up, up_lock
 from raypod.pod.file_checks import (
     is_marked,
     key_warnings,
@@ -31,6 +29,9 @@ from raypod.pod.file_checks import (
     ray_folder,
     tls_variables,
 )
+from raypod.runtime import ssh
+from raypod.runtime.workers import ray_admission
+from raypod.system.private import make_private
 from tests.support import ROOT
 
 SHIPPED = ROOT / "cluster" / "pod64.yaml"
@@ -69,7 +70,7 @@ def test_the_shipped_file_has_no_errors_and_no_warnings(monkeypatch: pytest.Monk
             "/other:",
             "head_start_ray_commands: PATH=$HOME/raypod/source/raypod/pod/priv",
         ),
-        (launch_warnings, "/host/private.py $RAY_TMPDIR", "/x", "RAY_TMPDIR can be a folder of another user"),
+        (launch_warnings, "/system/private.py $RAY_TMPDIR", "/x", "RAY_TMPDIR can be a folder of another user"),
         (launch_warnings, "RAY_TMPDIR=/tmp/", "", "worker_start_ray_commands: all users can write to /tmp/ray"),
         (launch_warnings, "unset OMP_NUM_THREADS;", "", "sets OMP_NUM_THREADS=1"),
         (launch_warnings, "RAY_enable_autoscaler_v2=0", "", "autoscaler v2 starts one worker too few"),

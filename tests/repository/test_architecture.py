@@ -17,34 +17,39 @@ PACKAGE = ROOT / "raypod"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [file for file in FILES if not {"emulated_sdk", "startup"} & set(file.relative_to(PACKAGE).parts)]
 
-# A room may import its targets and what they may import. Every name of the top level that is not listed may import all.
-DIRECTIONS = {
+# A package imports its targets and what they may import; modules of the top level that are not listed may import all.
+PACKAGES = {
     "errors": "",
     "events": "errors",
-    "cli": "errors",
-    "host": "cli events",
-    "plan": "cli events",
-    "remote": "host plan",
-    "datasets": "remote",
-    "checkpoint": "host plan",
-    "record": "checkpoint datasets",
-    "model": "datasets",
-    "tasks": "model",
-    "instance": "tasks checkpoint",
-    "fleet": "instance",
-    "coordinator": "fleet record",
-    "status": "launcher record",
-    "trackers": "record",
-    "storage": "record remote",
-    "planning": "fleet storage",
-    "trained": "coordinator planning",
-    "api": "coordinator planning status report trackers",
-    "launcher": "fleet instance",
-    "pod": "launcher",
-    "logs": "record pod",
-    "report": "storage model",
-    "monitor": "status pod",
-    "dashboard": "report status",
+    "system": "events",
+    "plan": "system",
+    "training": "plan",
+    "runs": "training",
+    "runtime": "runs",
+    "observe": "runtime",
+    "pod": "observe",
+    "api": "observe",
+    "cli": "pod api",
+}
+# Likewise the folders within a package. A module beside them may import and be imported by all of them.
+FOLDERS = {
+    "system/remote": "",
+    "training/data": "",
+    "training/checkpoint": "",
+    "training/models": "training/data",
+    "training/tasks": "training/models",
+    "runs/upload": "",
+    "runtime/worker": "",
+    "runtime/workers": "runtime/worker",
+    "runtime/coordinator": "runtime/workers",
+    "runtime/launcher": "runtime/workers",
+    "observe/status": "",
+    "observe/logs": "",
+    "observe/trackers": "",
+    "observe/report": "",
+    "observe/monitor": "observe/status",
+    "observe/dashboard": "observe/report observe/status",
+    "api/inference": "",
 }
 # The rooms of the emulated poptorch, likewise.
 SDK_DIRECTIONS = {
@@ -61,21 +66,21 @@ SDK_DIRECTIONS = {
 }
 SDK = {"poptorch", "popdist", "horovod", "popart", "_pod"}
 SDK_USERS = {
-    "model/program",
-    "model/sdk_options",
-    "model/serialization",
-    "model/optimizers",
-    "model/pipeline_table",
-    "instance/instance",
-    "instance/compilation",
-    "instance/collectives",
-    "host/emulated",
+    "training/models/program",
+    "training/models/sdk_options",
+    "training/models/serialization",
+    "training/models/optimizers",
+    "training/models/pipeline_table",
+    "runtime/worker/instance",
+    "runtime/worker/compilation",
+    "runtime/worker/collectives",
+    "system/emulated",
 }
-SDK_USERS |= {"tasks/image_classification"}
+SDK_USERS |= {"training/tasks/image_classification"}
 SDK_MODULES = {"poptorch", "popdist", "popdist.poptorch", "horovod.torch"}
 # Its package, its folder, one of its settings, or a module below the public ones.
 SDK_INTERNALS = re.compile(r"^_pod\b|(^|/)emulated_sdk(/|$)|^EMULATED_POD_\w+$|^(poptorch|popdist|popart)(\.\w+)+$")
-RAY_USERS = ["fleet/ray*", "fleet/gcs", "launcher/ray_hosts", "api/ray_tune"]
+RAY_USERS = ["runtime/workers/ray*", "runtime/workers/gcs", "runtime/launcher/ray_hosts", "api/ray_tune"]
 IDS = [file.relative_to(PACKAGE).with_suffix("").as_posix() for file in MODULES]
 
 
@@ -89,16 +94,24 @@ def imported(file: Path) -> Set[str]:
     return names | {f"{node.module}.{alias.name}" for node in from_names for alias in node.names}
 
 
-def reachable(room: str, directions: Dict[str, str]) -> Set[str]:
-    targets = set(directions[room].split())
+def reachable(name: str, directions: Dict[str, str]) -> Set[str]:
+    targets = set(directions[name].split())
     return targets.union(*(reachable(target, directions) for target in targets))
 
 
-def test_imports_follow_the_direction_of_the_rooms() -> None:
+def test_imports_follow_the_direction_of_the_packages() -> None:
     for file, name in zip(MODULES, IDS):
-        room = name.partition("/")[0]
+        package = name.partition("/")[0]
         used = {each.split(".")[1] for each in imported(file) if each.startswith("raypod.")}
-        assert room not in DIRECTIONS or used <= reachable(room, DIRECTIONS) | {room}, name
+        assert package not in PACKAGES or used <= reachable(package, PACKAGES) | {package}, name
+
+
+def test_imports_follow_the_direction_of_the_folders() -> None:
+    for file, name in zip(MODULES, IDS):
+        folder = "/".join(name.split("/")[:2])
+        used = {"/".join(each.split(".")[1:3]) for each in imported(file) if each.startswith("raypod.")} & set(FOLDERS)
+        inside = {each for each in used if each.partition("/")[0] == folder.partition("/")[0]}
+        assert folder not in FOLDERS or inside <= reachable(folder, FOLDERS) | {folder}, name
 
 
 def test_imports_follow_the_direction_of_the_emulated_sdk() -> None:
@@ -141,17 +154,17 @@ def test_the_emulated_sdk_imports_nothing_of_raypod() -> None:
 
 
 def test_the_emulated_sdk_is_used_through_its_doors() -> None:
-    """The three modules that `host/emulated.py` imports, and what the real PopTorch, PopDist and Horovod have, too."""
+    """The three modules that `system/emulated.py` imports, and what the real packages have, too."""
     for file, name in zip(MODULES, IDS):
         of_sdk = {each for each in imported(file) if each.split(".")[0] in SDK}
         doors = {f"_pod.{door}" for door in ("activation", "rendezvous", "telemetry")}
-        assert of_sdk <= SDK_MODULES | (doors if name == "host/emulated" else set()), name
+        assert of_sdk <= SDK_MODULES | (doors if name == "system/emulated" else set()), name
         tree = ast.parse(file.read_text())
         texts = {
             node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
         reached = {each for each in texts if SDK_INTERNALS.search(each)}
-        assert reached <= ({"_pod", "emulated_sdk"} if name == "host/emulated" else set()), name
+        assert reached <= ({"_pod", "emulated_sdk"} if name == "system/emulated" else set()), name
 
 
 def test_every_module_states_its_duty_and_stays_short() -> None:
@@ -161,11 +174,9 @@ def test_every_module_states_its_duty_and_stays_short() -> None:
         assert len(text.splitlines()) <= 600, f"{file}: over 600 lines: does it have two duties?"
 
 
-def test_rooms_are_few() -> None:
-    assert len(list(PACKAGE.glob("*.py"))) <= 9
-    assert all(
-        (room / "__init__.py").exists() for room in PACKAGE.iterdir() if room.is_dir() and room.name in DIRECTIONS
-    )
+def test_packages_are_few() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 7
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} <= {*PACKAGES, "emulated_sdk"}
 
 
 @pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
@@ -184,7 +195,13 @@ def _expanded(name: str) -> List[str]:
     return [f"{before}{part}{after}" for part in inner.split(",")] if brace else [name]
 
 
-def test_every_room_is_documented() -> None:
+def test_the_documented_directions_are_those_of_the_imports() -> None:
+    rows = re.findall(r"^\| `(\w+)/` \|.*\| ([^|]*)\|$", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    documented = {package: " ".join(re.findall(r"`(\w+)`", targets)) for package, targets in rows}
+    folders = {name for name in PACKAGES if (PACKAGE / name).is_dir()}
+    assert documented == {**{name: PACKAGES[name] for name in folders}, "emulated_sdk": ""}
+
+
+def test_every_folder_is_documented() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    rooms = [path.parent.name for path in PACKAGE.glob("*/__init__.py")]
-    assert [room for room in rooms if f"| `{room}/` |" not in text] == []
+    assert [folder for folder in FOLDERS if f"| `{folder}/` |" not in text] == []

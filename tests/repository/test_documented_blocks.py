@@ -13,14 +13,14 @@ from tests.support.documented import DOCS, PAGES, blocks, execute, executed
 
 # Pages whose commands other tests execute.
 ELSEWHERE = {
-    "how-to/from-poprun.md": "tasks/test_documented_tasks.py",
+    "how-to/from-poprun.md": "training/tasks/test_documented_tasks.py",
     "how-to/from-python.md": "api/packages/test_documentation.py",
-    "how-to/hugging-face.md": "tasks/packages/test_hf_tasks.py",
+    "how-to/hugging-face.md": "training/tasks/packages/test_hf_tasks.py",
     "how-to/tune.md": "api/packages/test_documentation.py",
     "how-to/ray-jobs.md": "api/packages/test_ray_job.py",
-    "how-to/trained-models.md": "trained/slow/test_trained_commands.py",
+    "how-to/trained-models.md": "api/inference/slow/test_trained_commands.py",
     "how-to/pods.md": "end_to_end/pod/test_pod.py",
-    "tutorials/your-own-task.md": "tasks/test_documented_tasks.py",
+    "tutorials/your-own-task.md": "training/tasks/test_documented_tasks.py",
 }
 HERE = [page for page in PAGES if page not in ELSEWHERE and executed(page)]
 LAUNCHES = [page for page in HERE if any("raypod launch" in line for line in executed(page))]

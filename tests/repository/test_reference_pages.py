@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from raypod.commands.table import COMMANDS
+from raypod.cli.table import COMMANDS
+from raypod.observe.status import launch_status, prometheus
 from raypod.plan import cluster_file
 from raypod.plan.config import Config, fields
 from raypod.plan.flags import flags_of
-from raypod.status import launch_status, prometheus
 from tests.support.documented import DOCS, generated, reference_pages
 
 

@@ -13,13 +13,13 @@ FILES = {
     "tests/api/ray/test_fit_under_ray.py": 9,
     "tests/end_to_end/pod/test_pod.py": 5,
     "tests/end_to_end/pod/test_pod_tls.py": 2,
-    "tests/coordinator/ray/test_killed.py": 6,
-    "tests/coordinator/ray/test_lost_host.py": 1,
+    "tests/runtime/coordinator/ray/test_killed.py": 6,
+    "tests/runtime/coordinator/ray/test_lost_host.py": 1,
     "tests/plan/test_a.py": 40,
     "tests/plan/test_b.py": 1,
     "tests/plan/test_c.py": 3,
-    "tests/launcher/ray/test_launch.py": 20,
-    "tests/commands/slow/test_train_convergence.py": 3,
+    "tests/runtime/launcher/ray/test_launch.py": 20,
+    "tests/cli/slow/test_train_convergence.py": 3,
 }
 TESTS = [f"{file}::test_{number}" for file, count in FILES.items() for number in range(count)]
 

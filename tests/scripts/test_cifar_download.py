@@ -16,10 +16,10 @@ import make_cifar
 import numpy as np
 import pytest
 
-from raypod.datasets import cache, cifar
 from raypod.errors import ConfigError
 from raypod.plan.config import Config
 from raypod.plan.resolve import from_values
+from raypod.training.data import cache, cifar
 
 NAME = "cifar-10-python.tar.gz"
 
@@ -86,7 +86,7 @@ def served(monkeypatch: pytest.MonkeyPatch, url: str, md5: str) -> None:
     """Let CIFAR-10 be downloaded from another address."""
     published = dataclasses.replace(cifar.CIFAR10.archive, url=f"{url}/{NAME}", md5=md5)
     replaced = dataclasses.replace(cifar.CIFAR10, archive=published)
-    monkeypatch.setattr("raypod.datasets.cifar.CIFAR10", replaced)
+    monkeypatch.setattr("raypod.training.data.cifar.CIFAR10", replaced)
 
 
 def test_the_files_are_downloaded_unpacked_and_read(

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import run_published_programs as script
 
-from raypod.host import torchvision_import
+from raypod.system import torchvision_import
 from tests.support import ROOT
 from tests.support.bounded import wait_until
 

@@ -14,9 +14,9 @@ from conformance.front_end import device, session_options
 from conformance.front_end.device import Device, Peers
 from conformance.front_end.optimizers import DeviceOptimizer
 
-from raypod.checkpoint.tensors import write_tensors
-from raypod.host.files import new_file
-from raypod.instance.collectives import caused_by_peer
+from raypod.runtime.worker.collectives import caused_by_peer
+from raypod.system.files import new_file
+from raypod.training.checkpoint.tensors import write_tensors
 from tests.support.modules import module_of
 
 OPTIONS = """

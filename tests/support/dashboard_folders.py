@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 from typing import Optional
 
-from raypod.host.process import process_start_ticks
 from raypod.plan import layout
-from raypod.record import run_state
-from raypod.record.run_state import RunState
+from raypod.runs import run_state
+from raypod.runs.run_state import RunState
+from raypod.system.process import process_start_ticks
 
 
 class Run:

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from raypod.trackers.tracker import Point, RunFacts, Steps
+from raypod.observe.trackers.tracker import Point, RunFacts, Steps
 
 
 class Fake:
-    """See `raypod.trackers.tracker.Tracker`."""
+    """See `raypod.observe.trackers.tracker.Tracker`."""
 
     def write(self, **content: Any) -> None:
         with Path(os.environ["FAKE_TRACKER"]).open("a") as file:

@@ -11,11 +11,11 @@ from typing import Any, Dict, List, Tuple
 
 import pytest
 
-from raypod.host import vipu
+from raypod.system import vipu
 
 
 class FakeVipu:
-    """Stands for the tool and `subprocess` in raypod.host.vipu.
+    """Stands for the tool and `subprocess` in raypod.system.vipu.
 
     `failures` are the outputs of the next creations; `raised` is raised once a command with that verb is executed.
     """

@@ -12,21 +12,21 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import pytest
 
-from raypod.checkpoint.resume import find_checkpoint
-from raypod.coordinator import coordinator
 from raypod.events import EvaluationDone, Event, InstanceLost, Repaired, RunEnded, UpdateDone
-from raypod.fleet.inline import InlineFleet
-from raypod.fleet.ray import RayFleet
 from raypod.plan import layout
 from raypod.plan.cluster import LOCAL, Cluster
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.profile_window import window_of
 from raypod.plan.resolve import from_values, task_of_values
-from raypod.record import ledger, run_folder, verify_data
-from raypod.record.metrics import MetricsAggregator
-from raypod.record.profile import ProfileSource, ProfileWriter
-from raypod.record.sinks import Sinks
-from raypod.tasks.registry import facts_of, schema_of
+from raypod.runs import ledger, run_folder, verify_data
+from raypod.runs.metrics import MetricsAggregator
+from raypod.runs.profile import ProfileSource, ProfileWriter
+from raypod.runs.sinks import Sinks
+from raypod.runtime.coordinator import coordinator
+from raypod.runtime.workers.inline import InlineFleet
+from raypod.runtime.workers.ray import RayFleet
+from raypod.training.checkpoint.resume import find_checkpoint
+from raypod.training.tasks.registry import facts_of, schema_of
 from tests.support.event_files import scalars
 
 UPDATES = 24

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Dict, List
 
-from raypod.host import torchvision_import
+from raypod.system import torchvision_import
 
 WORDS = [f"w{number}" for number in range(40)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

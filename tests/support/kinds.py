@@ -1,9 +1,9 @@
 """The kinds of tests: their markers, which of them run by default, and the summary of those that were left out.
 
-A kind is the name of the folder of a test file within the folder of its package, as in `tests/fleet/ray/`, or that of a
-fixture that a test requests. By default pytest runs the tests without a kind, and `tests/end_to_end/`, one real test
-per mechanism; `--left-out` selects the others. `--all`, an expression of `-m`, or a path on the command line select
-without this rule.
+A kind is the name of the folder of a test file within the folder of its package, as in `tests/runtime/workers/ray/`, or
+that of a fixture that a test requests. By default pytest runs the tests without a kind, and `tests/end_to_end/`, one
+real test per mechanism; `--left-out` selects the others. `--all`, an expression of `-m`, or a path on the command line
+select without this rule.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Callable, List, NamedTuple, Tuple
 import pytest
 
 from raypod.launch import main
-from raypod.launcher import ray_hosts
+from raypod.runtime.launcher import ray_hosts
 from tests.support import ROOT
 from tests.support.inline_ray import InlineRay
 from tests.support.ray_cluster import SECOND_HOST

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Callable, List, Optional, Sequence
 
 from raypod.__main__ import main
-from raypod.host.process import process_start_ticks
 from raypod.plan import layout
 from raypod.plan.cluster import LOCAL, Cluster
-from raypod.record.run_state import RunState
+from raypod.runs.run_state import RunState
+from raypod.system.process import process_start_ticks
 
 
 class RunFolder:

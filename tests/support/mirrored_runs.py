@@ -12,16 +12,16 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Set
 import pytest
 import torch
 
-from raypod.checkpoint import storage, writer
-from raypod.checkpoint.format import Manifest, Retention
-from raypod.host.session_process import end_session, start_module
 from raypod.plan import layout
 from raypod.plan.metric import Metric
-from raypod.remote import store as store_module
-from raypod.remote.store import Store
-from raypod.storage import index, memory, run_mirror
-from raypod.storage.memory import Memory
-from raypod.storage.remote_run import RemoteRun
+from raypod.runs.upload import index, memory, run_mirror
+from raypod.runs.upload.memory import Memory
+from raypod.runs.upload.remote_run import RemoteRun
+from raypod.system.remote import store as store_module
+from raypod.system.remote.store import Store
+from raypod.system.session_process import end_session, start_module
+from raypod.training.checkpoint import storage, writer
+from raypod.training.checkpoint.format import Manifest, Retention
 from tests.support.bounded import wait_until
 from tests.support.storage_servers import Proxy, Server
 
@@ -162,7 +162,7 @@ def faults(fault: Fault) -> Iterator[List[str]]:
 @contextlib.contextmanager
 def mirroring(run: Path, url: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run the process that mirrors a run folder; it is killed at the end of the context if it has not ended."""
-    process = start_module("raypod.storage.process", [str(run), url, *flags], run / "logs" / "storage.log")
+    process = start_module("raypod.runs.upload.process", [str(run), url, *flags], run / "logs" / "storage.log")
     try:
         yield process
     finally:

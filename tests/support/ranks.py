@@ -116,7 +116,7 @@ def run_ranks(
     """
     import _pod.wires
 
-    from raypod.instance.collectives import horovod_proxy
+    from raypod.runtime.worker.collectives import horovod_proxy
 
     store = _pod.wires.StoreServer()
     # The emulated Horovod ignores the variables of the installed one.

@@ -7,17 +7,17 @@ from typing import Callable, Dict, List, Optional
 
 import torch
 
-from raypod.checkpoint import resume, writer
-from raypod.checkpoint.format import Checkpoint, Retention
-from raypod.checkpoint.resume import manifest_of
-from raypod.checkpoint.storage import checkpoints_folder
-from raypod.coordinator import coordinator
 from raypod.events import Event, RunEnded
-from raypod.fleet.inline import InlineFleet
 from raypod.plan.metric import EpochSums
 from raypod.plan.plan import Plan
-from raypod.record.metrics import MetricsAggregator
-from raypod.record.sinks import Sinks
+from raypod.runs.metrics import MetricsAggregator
+from raypod.runs.sinks import Sinks
+from raypod.runtime.coordinator import coordinator
+from raypod.runtime.workers.inline import InlineFleet
+from raypod.training.checkpoint import resume, writer
+from raypod.training.checkpoint.format import Checkpoint, Retention
+from raypod.training.checkpoint.resume import manifest_of
+from raypod.training.checkpoint.storage import checkpoints_folder
 
 
 def save(

@@ -15,7 +15,7 @@ from xdist.scheduler import LoadFileScheduling
 
 MAX_CLUSTER_PROCESSES = 2
 # Of the other files, those that take the longest.
-LONG = ("tests/commands/slow/",)
+LONG = ("tests/cli/slow/",)
 # Its files emulate pods with the same addresses, so that they run one after the other.
 ONE_AT_A_TIME = "tests/end_to_end/pod/"
 

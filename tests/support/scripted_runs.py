@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
 
-from raypod.coordinator import coordinator
 from raypod.events import CallReport, Event, InstanceLost, UpdateDone
-from raypod.fleet.base import Fleet, FleetBroken
-from raypod.fleet.scripted import ScriptedFleet
 from raypod.plan.plan import Leg, Plan
-from raypod.record.metrics import MetricsAggregator
+from raypod.runs.metrics import MetricsAggregator
+from raypod.runtime.coordinator import coordinator
+from raypod.runtime.workers.base import Fleet, FleetBroken
+from raypod.runtime.workers.scripted import ScriptedFleet
 
 
 def events_of(plan: Plan, fleet: Fleet, **options: Any) -> List[Event]:

@@ -7,8 +7,8 @@ import queue
 import threading
 from typing import Any, Dict, Iterator, Optional
 
-from raypod.datasets import shard_process
-from raypod.datasets.shard_cache import ShardCache
+from raypod.training.data import shard_process
+from raypod.training.data.shard_cache import ShardCache
 
 
 class InThread:

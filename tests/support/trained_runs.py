@@ -8,12 +8,13 @@ from typing import Callable, Dict
 import numpy as np
 import torch
 
-from raypod import datasets, train
-from raypod.checkpoint import tensors
-from raypod.datasets.transforms import normalize
-from raypod.model.networks import build_model
+from raypod import train
+from raypod.api.inference.export import export
 from raypod.plan.config import Config
-from raypod.trained.export import export
+from raypod.training import data as datasets
+from raypod.training.checkpoint import tensors
+from raypod.training.data.transforms import normalize
+from raypod.training.models.networks import build_model
 
 
 def train_inline(run_dir: Path, *flags: str) -> Path:

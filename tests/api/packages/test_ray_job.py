@@ -14,12 +14,12 @@ from typing import Any, Iterator
 import pytest
 
 import raypod
-from raypod import detached
-from raypod.checkpoint import storage
-from raypod.fleet.ray_jobs import JobServer, find_job_server
+from raypod.cli import detached
 from raypod.plan.cluster import LOCAL
-from raypod.record import run_state
-from raypod.record.run_state import RunState
+from raypod.runs import run_state
+from raypod.runs.run_state import RunState
+from raypod.runtime.workers.ray_jobs import JobServer, find_job_server
+from raypod.training.checkpoint import storage
 from tests.support.bounded import COMMAND_S, wait_until
 from tests.support.documented import DOCS
 from tests.support.ray_cluster import RayCluster, ray_cluster

@@ -15,9 +15,9 @@ from typing import Any, Dict, Iterator, List, Tuple
 
 import pytest
 
-from raypod.detached import log_of
-from raypod.record import run_state, verify_data
-from raypod.record.run_state import RunState
+from raypod.cli.detached import log_of
+from raypod.runs import run_state, verify_data
+from raypod.runs.run_state import RunState
 from tests.support import SUPPORT
 from tests.support.bounded import wait_until
 from tests.support.emulated_pod import (

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from raypod.checkpoint import resume
-from raypod.datasets.order import call_positions, epoch_order
 from raypod.errors import DataUnreadable
 from raypod.plan.plan import Plan
+from raypod.training.checkpoint import resume
+from raypod.training.data.order import call_positions, epoch_order
 from tests.support.faulty_runs import Outcome, assert_undisturbed, run
 from tests.support.fragile_runs import fail, plan_of
 

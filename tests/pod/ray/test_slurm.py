@@ -19,7 +19,7 @@ import pytest
 
 from raypod import train
 from raypod.__main__ import main
-from raypod.record import run_state
+from raypod.runs import run_state
 from tests.support import ROOT, SUPPORT
 from tests.support.bounded import COMMAND_S, GONE_WITHIN_S, wait_until
 

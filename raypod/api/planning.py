@@ -1,0 +1,250 @@
+"""From a command line to a plan, and the plan with its pipeline as a table or as plain data.
+
+`plan.tables` renders a plan without its pipeline and its memory, which require the model and therefore torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, Callable, Dict, Optional, Sequence
+
+from raypod.errors import ConfigError, UserError, as_utf8
+from raypod.plan import flags, learning_rate, resolve, tables
+from raypod.plan.cluster import LOCAL, read_cluster
+from raypod.plan.compatibility import check_copies
+from raypod.plan.config import Config
+from raypod.plan.plan import Plan, make_plan, with_splits
+from raypod.plan.profile_window import window_of
+from raypod.runs import run_folder
+from raypod.runs.lease_file import EXPIRES_AFTER_S
+from raypod.runs.sinks import check_packages
+from raypod.runs.upload import snapshots
+from raypod.runtime.workers.choice import with_fleet
+from raypod.system import sdk
+from raypod.system.command_line import FlagParser, value_of, width_of
+from raypod.system.emulated import activation
+from raypod.system.process import environment_variables
+from raypod.system.remote.backends import check_scheme
+from raypod.system.urls import check_words, is_url
+from raypod.training.tasks.registry import facts_of, schema_for, schema_of, task_of_plan
+
+_SWITCHES = {
+    "--dry-run": "print the plan and exit; nothing is written or downloaded",
+    "--json": "print the plan as JSON",
+    "--memory": "estimate the memory of each IPU, which imports torch and compiles the model of one replica",
+    "--detach": "run in the background; control it with `raypod status|attach|stop RUN_FOLDER`",
+    "--detach-as": "--detach, as a Ray job or as a process; default: a Ray job where Ray's job server runs",
+    "--quiet": "print only warnings, errors and the result",
+    "--verbose": "also print the options of the SDK, and of a training the instances and the versions",
+    "--take-over": (
+        "end the run that uses the run folder, also on another host, and continue it here; for a host that is lost, "
+        f"wait until its lease has expired ({EXPIRES_AFTER_S:g} s after its last heartbeat) instead"
+    ),
+}
+
+Run = Callable[[argparse.Namespace], int]
+_LETTERS = {"--quiet": "-q", "--verbose": "-v"}
+_TRAIN = "Train a model on this host or on a pod. Without flags: a ResNet on digits, on two emulated instances."
+_PLAN = "Print what `raypod train` with the same flags would run where. Nothing is started or downloaded."
+
+
+def parser(words: Sequence[str], prog: str, switches: Sequence[str], run: Run = lambda args: 0) -> FlagParser:
+    """Return the parser of a command with the flags of a training.
+
+    Args:
+        words: the command line: its task, which can be that of a config, determines the flags.
+        prog: the command's name in messages.
+        switches: further boolean flags: any of those in `_SWITCHES`.
+        run: see `FlagParser`.
+
+    Raises:
+        ConfigError: the task or the config cannot be read.
+    """
+    check_words(words)
+    snapshots.take_resumed(value_of(words, "--resume", "run.resume"))
+    parser = FlagParser(run, prog=prog, add_help=False, description=_TRAIN if "--dry-run" in switches else _PLAN)
+    groups = flags.add_flags(parser, schema_for(words))
+    for switch in switches:
+        names = [_LETTERS[switch], switch] if switch in _LETTERS else [switch]
+        groups["output"].add_argument(*names, action="store_true", help=_SWITCHES[switch])
+    if "--detach" in switches:
+        groups["output"].add_argument("--detach-as", choices=("ray-job", "process"), help=_SWITCHES["--detach-as"])
+        parser.add_argument("--lease", help=argparse.SUPPRESS)  # of the background process
+    return parser
+
+
+def plan_of(args: argparse.Namespace, on_config: Callable[[Config], None] = lambda config: None) -> Plan:
+    """Return the plan of parsed flags.
+
+    If the command is one that runs (`--dry-run` is a switch of it and is not given), the data set is downloaded where
+    the config asks for it; otherwise a missing data set counts with its published size.
+
+    Args:
+        args: the flags of `parser`.
+        on_config: called with the config before what takes long: data, a pipeline.
+
+    Raises:
+        UserError: the config, the cluster file or the data set is wrong.
+    """
+    return plan_from(*resolve.merge(args), getattr(args, "dry_run", True), on_config)
+
+
+def plan_from(
+    values: resolve.Values,
+    source: str,
+    is_dry: bool = False,
+    on_config: Callable[[Config], None] = lambda config: None,
+) -> Plan:
+    """Return the plan of the values of a config, and download the data set where the config asks for it.
+
+    Args:
+        values: section -> key -> value.
+        source: where the values come from, for messages.
+        is_dry: download nothing; a missing data set counts with its published size.
+        on_config: see `plan_of`.
+
+    Raises:
+        UserError: the config, the cluster file or the data set is wrong.
+    """
+    path = values.get("pod", {}).get("cluster")
+    cluster = LOCAL if path is None else read_cluster(str(path))
+    schema = schema_of(resolve.task_of_values(values))
+    config = resolve.from_values(values, source, None if path is None else cluster.num_instances, schema)
+    on_config(config)
+    resume = config.run.resume
+    if resume is not None and is_url(resume) and resolve.run_folder_of(resume) is None:  # that of a config file
+        snapshots.take_resumed(resume)
+    run_dir = run_folder.choose(config)
+    check_copies(config, len(cluster.hosts))
+    plan = with_fleet(make_plan(config, cluster, facts_of(config, is_dry), run_dir))
+    window_of(plan)
+    if ":" in config.training.lr_schedule:
+        with sdk.importable(config.run.device):
+            learning_rate.check_function(config, plan.total_updates, plan.updates_per_epoch)
+    if plan.geometry.ipus_per_replica > 1:
+        plan = with_splits(plan, _splits(plan) or ())
+    return plan
+
+
+def _splits(plan: Plan) -> Optional[Sequence[str]]:
+    """Return the pipeline splits of the plan's model; see `pipeline.find_splits`."""
+    # Imports torch, which the plan of a model on one IPU does not need.
+    from raypod.training.models.memory_balance import splits_by_memory
+    from raypod.training.models.pipeline import find_splits
+
+    config = plan.config
+    with sdk.importable(config.run.device):
+        if config.training.pipeline_balance != "memory" or config.training.pipeline_splits:
+            return find_splits(config, task_of_plan(plan))
+    if config.run.fleet == "inline" and sdk.sdk_for_programs(config.run.device)[0].has_ipus:
+        raise ConfigError(
+            "--pipeline-balance memory needs the emulated SDK, and --fleet inline the other one in the same process: "
+            "write the stages that `raypod plan` prints as --pipeline-splits"
+        )
+    return splits_by_memory(plan, task_of_plan(plan))
+
+
+def check_host(plan: Plan) -> None:
+    """Check what a run needs on this host, before anything is created.
+
+    Raises:
+        ConfigError: a package is missing, or a path is not UTF-8 and is sent to other processes by Ray.
+        SdkError: this host is the pod, and the SDK is missing.
+    """
+    check_packages(plan.config)
+    if not plan.is_inline:
+        _check_utf8(plan)
+    if plan.config.run.storage_path is not None:
+        check_scheme(plan.config.run.storage_path, "--storage-path")
+    if plan.placement.cluster.is_local:
+        sdk.sdk_for_programs(plan.config.run.device)
+
+
+def _check_utf8(plan: Plan) -> None:
+    """Raise ConfigError for a path that Ray, which sends only UTF-8, does not accept."""
+    sections = plan.config.model_dump(mode="python").items()
+    paths = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
+    paths = {**paths, "the run folder": plan.run_dir, "the current folder": str(Path.cwd())}
+    for name, path in paths.items():
+        if isinstance(path, str) and as_utf8(path) != path:
+            raise ConfigError(
+                f"{name}: the name {as_utf8(path)} is not UTF-8, and Ray accepts no other: rename it, or make a link "
+                "with another name to it"
+            )
+
+
+def needs_model(plan: Plan) -> bool:
+    """Return whether a plan cannot be shown without its model: for the pipeline, or to check it in strict mode."""
+    with environment_variables(activation.settings(strict=plan.config.run.strict)):
+        return plan.geometry.ipus_per_replica > 1 or activation.is_strict()
+
+
+def render_without_model(plan: Plan, is_verbose: bool = False) -> str:
+    """Return `tables.render` for the terminal of stdout, and what shows the memory. Imports no torch."""
+    table = tables.render(plan, width_of(sys.stdout), is_verbose)
+    return f"{table}\n\n{'memory':>12}  --memory estimates it: it imports torch and compiles the model"
+
+
+def render_with_pipeline(plan: Plan, is_verbose: bool = False) -> str:
+    """Return `tables.render` as above, the pipeline if a replica has several IPUs, and the estimated memory."""
+    from raypod.training.models.memory_balance import render_memory
+    from raypod.training.models.pipeline_table import inspect_pipeline, render_pipeline, snapshot_bytes
+
+    parts = [tables.render(plan, width_of(sys.stdout), is_verbose)]
+    found = _inspected(plan, inspect_pipeline)
+    if isinstance(found, str):
+        return f"{parts[0]}\n\n{'memory':>12}  no estimate: {found}"
+    if plan.geometry.ipus_per_replica > 1:
+        parts.append(render_pipeline(found, plan.config.training.execution))
+    parts.append(render_memory(found.memory))
+    if plan.config.run.snapshot_every:
+        size = snapshot_bytes(plan, found)
+        parts[-1] += (
+            f"\n{'host memory':>12}  {size / 1e6:.1f} MB of each host for the snapshots ({size} bytes, an estimate)"
+        )
+    if plan.config.run.standby:
+        size = _standby_bytes(plan)
+        parts[-1] += (
+            f"\n{'host memory':>12}  {size / 1e6:.0f} MB of each host for the standbys ({size} bytes, an estimate)"
+        )
+    return "\n\n".join(parts)
+
+
+def _standby_bytes(plan: Plan) -> int:
+    """Return the memory of the standbys of a host: this process has imported torch and loaded the data as they do."""
+    import psutil
+
+    return plan.config.run.standby * int(psutil.Process().memory_info().rss)
+
+
+def describe_with_pipeline(plan: Plan) -> Dict[str, Any]:
+    """Return `tables.describe(plan)` with the estimated memory, and the pipeline if a replica has several IPUs."""
+    from raypod.training.models.memory_balance import describe_memory
+    from raypod.training.models.pipeline_table import describe_pipeline, inspect_pipeline, snapshot_bytes
+
+    found = _inspected(plan, inspect_pipeline)
+    if isinstance(found, str):
+        return {**tables.describe(plan), "memory": {"error": found}}
+    pipeline = {"pipeline": describe_pipeline(found)} if plan.geometry.ipus_per_replica > 1 else {}
+    memory = describe_memory(found.memory)
+    if plan.config.run.snapshot_every:
+        memory["snapshot_bytes_per_host"] = snapshot_bytes(plan, found)
+    if plan.config.run.standby:
+        memory["standby_bytes_per_host"] = _standby_bytes(plan)
+    return {**tables.describe(plan), **pipeline, "memory": memory}
+
+
+def _inspected(plan: Plan, inspect: Callable[[Plan, Any], Any]) -> Any:
+    """Return the pipeline of a plan; the reason if the model of a plan without pipeline cannot be compiled here.
+
+    In strict mode that is an error, too: the run would end with it.
+    """
+    with environment_variables(activation.settings(strict=plan.config.run.strict)):
+        try:
+            return inspect(plan, task_of_plan(plan))
+        except (UserError, ImportError) as error:  # the other numbers of a plan need no torch
+            if plan.geometry.ipus_per_replica > 1 or activation.is_strict():
+                raise
+            return str(error)

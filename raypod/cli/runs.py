@@ -1,0 +1,129 @@
+"""The command lines of `raypod plan`, `verify-data`, `status`, `attach`, `stop` and `version`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Sequence
+
+from raypod.errors import ConfigError
+from raypod.system.command_line import FlagParser, format_table, show, without_flags
+from raypod.system.files import looked_in
+from raypod.system.urls import is_url
+
+_SOURCE = Path("~/raypod/source")  # where the cluster files of raypod copy its source
+
+
+def plan_parser(words: Sequence[str]) -> FlagParser:
+    """Return the parser of `raypod plan`."""
+    from raypod.api import planning
+
+    return planning.parser(words, "raypod plan", ["--json", "--memory", "--verbose"], _plan)
+
+
+def _plan(args: Namespace) -> int:
+    """Print the plan of a `raypod train` command line as a table or as JSON."""
+    from raypod.api import planning
+
+    planned = planning.plan_of(args)
+    if args.json:
+        show(json.dumps(planning.describe_with_pipeline(planned), indent=2))
+    else:
+        shows_model = args.memory or planning.needs_model(planned)  # otherwise nothing imports torch
+        render = planning.render_with_pipeline if shows_model else planning.render_without_model
+        show(render(planned, args.verbose))
+    return 0
+
+
+def verify_data_parser() -> FlagParser:
+    """Return the parser of `raypod verify-data`."""
+    description = "Prove from the ledger of a run that each epoch used every sample exactly once."
+    parser = FlagParser(_verify_data, prog="raypod verify-data", description=description)
+    parser.add_argument("run", metavar="RUN", help="a run folder or URL")
+    return parser
+
+
+def _verify_data(args: Namespace) -> int:
+    """Verify from the ledger that each epoch used every sample exactly once; return 1 if it did not."""
+    if is_url(args.run):
+        from raypod.runs.upload import snapshots
+
+        folder = snapshots.local_folder(args.run, "verify-data")
+    else:
+        folder = _run_folder("verify-data", args.run)
+    from raypod.runs import verify_data as verification  # imports NumPy
+
+    verdict = verification.verify(folder)
+    show("\n".join(verdict.lines))
+    return 0 if verdict.is_proved else 1
+
+
+def stop_parser() -> FlagParser:
+    """Return the parser of `raypod stop`."""
+    parser = _parser("stop", "Stop a run after the current call, with a checkpoint.")
+    parser.add_argument("--preemption", action="store_true", help="announce a preemption: docs/how-to/preemption.md")
+    return parser
+
+
+def _version(args: Namespace) -> int:
+    """Print the versions of the packages that determine results, a line each."""
+    from raypod.system.process import versions
+
+    found = dict(versions())
+    found.setdefault("poptorch", "emulated")  # without the SDK, raypod's own implementation is used
+    show("\n".join(format_table([*found.items()])))
+    return 0
+
+
+def _parser(verb: str, description: str) -> FlagParser:
+    parser = FlagParser(lambda args: _control(verb, args), prog=f"raypod {verb}", description=description)
+    parser.add_argument("run", metavar="RUN_FOLDER", help="path on the host where the run was started")
+    parser.add_argument("--cluster", metavar="FILE", help="run the command on the head of this cluster")
+    return parser
+
+
+def _control(verb: str, args: Namespace) -> int:
+    """Run a command on a run folder of this host, or on the head of a cluster by ssh."""
+    if args.cluster:
+        from raypod.plan.cluster import read_cluster
+        from raypod.runtime import ssh
+
+        cluster = read_cluster(args.cluster)
+        head = cluster.hosts[0]
+        if not ssh.is_local(head):
+            words = [cluster.python, "-m", "raypod", verb, *without_flags(args.argv, "--cluster")]
+            return ssh.pass_through(head, cluster.ssh, words)
+    from raypod.cli import detached
+
+    actions = {"status": detached.status, "attach": detached.attach, "stop": detached.stop}
+    action = detached.announce_preemption if getattr(args, "preemption", False) else actions[verb]
+    return action(_run_folder(verb, args.run))
+
+
+def _run_folder(verb: str, name: str) -> Path:
+    folder = Path(name)
+    if not folder.is_dir():
+        place = "" if folder.is_absolute() else f"{looked_in(folder)}{_in_source(folder)}"
+        raise ConfigError(f"{verb} {folder}: the run folder does not exist on {socket.gethostname()}{place}")
+    return folder
+
+
+def _in_source(folder: Path) -> str:
+    """Return the end of a message if a relative folder exists in that of raypod's source on the hosts of a pod.
+
+    With `--cluster` the command runs in the home folder of the head, and trainings are started in the source folder.
+    """
+    with contextlib.suppress(RuntimeError):  # no home folder
+        found = _SOURCE.expanduser() / folder
+        return f"; did you mean {found}?" if found.is_dir() else ""
+    return ""
+
+
+status_parser = partial(_parser, "status", "Print the state of a run.")
+attach_parser = partial(_parser, "attach", "Print the output of a detached run until it ends.")
+_VERSIONS = "Print the versions of raypod and of what it uses."
+version_parser = partial(FlagParser, _version, prog="raypod version", description=_VERSIONS)

@@ -1,1 +1,0 @@
-"""The command line `raypod`: the table of its subcommands, and those that no other room has."""

@@ -1,0 +1,1 @@
+"""Views of runs: status, monitor, report, dashboard, logs and trackers."""

@@ -1,0 +1,245 @@
+"""Read a run folder into plain data, which a page draws and a server sends; only what was appended is read again.
+
+`RunReader(folder).refresh()` reads, `data()` returns a dict that JSON can hold (see `strict_json`, which writes NaN as
+null). Its size is bounded, whatever the length of the run. Keys:
+
+    id           absolute path of the folder; identifies the run
+    name         name of the folder
+    state        "starting", "running", "done", "interrupted", "preempted", "failed", "died" (the process has ended
+                 without a trace) or "unknown"; `exit_code`, `message` (of the error), `update`, `total_updates`,
+                 `epoch`, `restarts`
+    task, device, device_line, parameters, raypod
+    metrics      names of the metrics of the updates, the loss first
+    rates        names of further rates, as tokens_per_s
+    traces       names of what is known of the optimizer: learning_rate, and norms of `--log`
+    curves       {columns: ["update", "samples", "time_s", *metrics, *traces, "samples_per_s", "data_wait_share",
+                 *rates], rows: [[number or null, ...], ...], updates: lines of metrics.jsonl, decimated: whether rows
+                 were left out}. Samples count from the start of the training; `time_s` is the time in seconds over all
+                 starts
+    evaluations  {columns: ["update", "samples", "time_s", *metrics], rows}
+    results      [{name, split: "training" or "test", last, best, update of the best}]; null for what is unknown
+    calls        null, or the windows of the call times: {instances: [index, ...], end_s, first_update, calls: [per
+                 window], p50_s, p95_s, slowest_s, busy_s: [per instance][per window], straggler_ratio, totals:
+                 [{instance, p50_s, p95_s, mean_s, busy_s, slowest_s, data_wait_share, peer_wait_share, busy_ratio,
+                 calls}, ...]}
+    timeline     {origin_unix_s, end_s, generations: [{cause: "started", "resumed" or "repaired", generation, begin_s,
+                 ready_s, update}], spans: [[index of the generation, phase, begin, end, update], ...], marks: [[kind,
+                 index of the generation, seconds, update, text], ...], counts: {kind: number}, gaps: [[seconds,
+                 length], ...], phase_s: {phase: seconds}}; kinds are the events' names
+    starts       [{generation, cause, total_s, steps: [[name, seconds], ...], instances: [[index, steps], ...]}]
+    instances    [{instance, host, pid, replicas: [first, number], lost: number of times}], as of the newest generation
+    versions     {package: {version: [instances]}}
+    plan         null, or what `plan_data.plan_data` returns
+    config       {"section.key": value}, without the settings that have no effect
+    test         null, or the content of `test.json`: what the newest evaluation says of the predictions
+    summary      null, or the content of `summary.json` of the newest start, without its evaluations
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Tuple
+
+import yaml
+
+from raypod.errors import ConfigError
+from raypod.events import EvaluationDone, UpdateDone
+from raypod.observe.report.call_windows import CallWindows
+from raypod.observe.report.curves import MAX_ROWS, Curves, evaluation_data
+from raypod.observe.report.plan_data import plan_data
+from raypod.observe.report.results import results_of
+from raypod.observe.report.starts import Starts
+from raypod.observe.report.timeline import Timeline
+from raypod.plan import layout
+from raypod.plan.effect import with_effect
+from raypod.plan.layout import CONFIG, EVALUATIONS, METRICS, PLAN, SUMMARY, TEST
+from raypod.plan.unique_keys import UniqueKeyLoader
+from raypod.runs import run_state
+from raypod.runs.growing_file import GrowingFile
+from raypod.runs.lease_file import Log
+from raypod.runs.lines import events_in
+from raypod.runs.run_end import RunEndWatch
+from raypod.runs.upload import snapshots
+from raypod.system.files import parse_json
+
+_DIED = "died"  # no end on record, and the coordinator is gone
+_PART_BYTES = 4 << 20  # of the metrics that are parsed at a time: as objects they take ten times as much memory
+_MAX_TEXT = 4000  # characters of a message or a setting
+
+
+class RunReader:
+    """Reads one run folder, and again what was appended to its files."""
+
+    def __init__(self, folder: Path) -> None:
+        """ConfigError if the folder holds no run."""
+        if not layout.is_run_folder(folder):
+            marks = ", ".join(layout.names("mark"))
+            known = "does not exist" if not folder.exists() else f"is no run folder: it has none of {marks}"
+            raise ConfigError(f"{folder} {known}")
+        self.folder = Path(os.path.abspath(folder))  # noqa: PTH100 - keeps symlinks
+        self._metrics = GrowingFile(folder / METRICS, max_bytes=_PART_BYTES)
+        self._evaluations = GrowingFile(folder / EVALUATIONS)
+        self._events = GrowingFile(folder / layout.EVENTS)
+        self._curves, self._evaluated = Curves(), []  # type: Tuple[Curves, List[EvaluationDone]]
+        self._restart_events()
+        self._contents: Dict[str, Tuple[Tuple[int, int], Any]] = {}  # by name of the file, with its identity
+        self._state: Dict[str, Any] = {}
+        self._end = None if snapshots.is_copy(folder) else RunEndWatch(folder)  # a copy has no lease
+
+    def refresh(self) -> bool:
+        """Read what is new; return whether there is anything. ConfigError if a file cannot be read."""
+        try:
+            changed = [
+                self._read(self._metrics, self._add_updates),
+                self._read(self._evaluations, self._add_evaluations),
+                self._read(self._events, self._add_events),
+                *(self._load(name, parse_json) for name in (PLAN, SUMMARY, TEST)),
+                self._load(CONFIG, partial(yaml.load, Loader=UniqueKeyLoader)),
+            ]
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+        state = _state_of(self.folder, has_died=self._end is not None and self._end.has_died)
+        changed.append(state != self._state)
+        self._state = state
+        return any(changed)
+
+    def observe(self, log: Log) -> None:
+        """Wait until it is known whether a coordinator on another host lives; `log` prints a line before that."""
+        if self._end is not None:
+            self._end.observe(log)
+
+    def data(self, max_rows: int = MAX_ROWS) -> Dict[str, Any]:
+        """Return the run as plain data with at most `max_rows` rows of the curves."""
+        plan, summary = self._content(PLAN), self._summary()
+        config = _flat(self._content(CONFIG))
+        is_running = self._state["state"] in (run_state.STARTING, run_state.RUNNING)
+        drawn = plan_data(plan, config)
+        curves, state = self._curves.data(max_rows), dict(self._state)
+        if state["state"] == _DIED and curves["rows"]:
+            # state.json is written from time to time: metrics.jsonl has what a killed process did after that
+            state["update"] = int(curves["rows"][-1][0])
+        evaluations = evaluation_data(self._evaluated, self._curves)
+        better = plan.get("metrics")
+        return {
+            "id": str(self.folder),
+            "name": self.folder.name,
+            **state,
+            "epoch": self._curves.epoch,
+            "task": plan.get("task"),
+            **self._starts.facts,
+            "metrics": self._curves.metrics,
+            "rates": self._curves.rates,
+            "traces": self._curves.traces,
+            "curves": curves,
+            "evaluations": evaluations,
+            "results": results_of(
+                curves, evaluations, self._curves.metrics, better if isinstance(better, dict) else {}
+            ),
+            "calls": self._calls.data(),
+            "timeline": self._timeline.data(time.time() if is_running else None),
+            "starts": self._starts.starts,
+            "instances": self._starts.instances(drawn["instances"] if drawn else []),
+            "versions": self._starts.versions(),
+            "plan": drawn,
+            "config": with_effect(config),
+            "summary": summary or None,
+            "test": self._content(TEST) or None,
+        }
+
+    def _summary(self) -> Dict[str, Any]:
+        """Return the summary of the newest start without its evaluations; {} as long as that one has not ended."""
+        summary = self._content(SUMMARY) if self._starts.has_summary else {}
+        return {key: value for key, value in summary.items() if key != "evaluations"}
+
+    def _read(self, file: GrowingFile, add: Callable[[List[Dict[str, Any]], bool], None]) -> bool:
+        """Pass the new records of a file to `add`, in parts of bounded size."""
+        is_new = False
+        while True:
+            before = file.position
+            found = file.read_records()
+            if found.records or found.restarted:
+                add(found.records, found.restarted)
+                is_new = True
+            if not 0 < file.position - before < file.path.stat().st_size - before:
+                return is_new
+
+    def _add_updates(self, records: List[Dict[str, Any]], restarted: bool) -> None:
+        if restarted:
+            self._curves = Curves()
+        self._curves.add(events_in(UpdateDone, records))
+
+    def _add_evaluations(self, records: List[Dict[str, Any]], restarted: bool) -> None:
+        if restarted:
+            self._evaluated = []
+        self._evaluated += events_in(EvaluationDone, records)
+
+    def _add_events(self, records: List[Dict[str, Any]], restarted: bool) -> None:
+        if restarted:
+            self._restart_events()
+        for record in records:
+            self._timeline.handle(record)
+            self._starts.handle(record)
+            unix_s = record.get("unix_s")
+            if record.get("event") == "call_times" and isinstance(unix_s, (int, float)):
+                self._calls.handle(record, self._timeline.seconds_at(unix_s))
+
+    def _restart_events(self) -> None:
+        self._timeline, self._calls, self._starts = Timeline(), CallWindows(), Starts()
+
+    def _load(self, name: str, parse: Callable[[str], Any]) -> bool:
+        """Read a file that is replaced as a whole, if it has changed; return whether it has."""
+        path = self.folder / name
+        try:
+            facts = path.stat()
+        except FileNotFoundError:
+            return self._contents.pop(name, None) is not None
+        identity = (facts.st_ino, facts.st_mtime_ns)
+        if name in self._contents and self._contents[name][0] == identity:
+            return False
+        content = None
+        with contextlib.suppress(ValueError, yaml.YAMLError):  # a damaged file counts as a missing one
+            content = parse(path.read_text(encoding="utf-8", errors="replace"))
+        self._contents[name] = (identity, content)
+        return True
+
+    def _content(self, name: str) -> Dict[str, Any]:
+        content = self._contents.get(name, ((0, 0), None))[1]
+        return content if isinstance(content, dict) else {}
+
+
+def _state_of(folder: Path, has_died: bool) -> Dict[str, Any]:
+    """Return the state of the run, from `state.json` and whether its coordinator has died."""
+    state = run_state.read(folder)
+    if state is None:
+        return {
+            "state": "unknown",
+            "exit_code": None,
+            "message": "",
+            "update": None,
+            "total_updates": None,
+            "restarts": 0,
+        }
+    return {
+        "state": _DIED if has_died and not state.has_ended else state.state,
+        "exit_code": state.exit_code,
+        "message": state.message[:_MAX_TEXT],
+        "update": state.update,
+        "total_updates": state.total_updates,
+        "restarts": state.restarts,
+    }
+
+
+def _flat(content: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:
+    """Return the settings of a config by their full names; values are numbers, strings, booleans or null."""
+    found: Dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            found.update(_flat(value, f"{prefix}{key}."))
+        else:
+            is_plain = value is None or isinstance(value, (bool, int, float))
+            found[f"{prefix}{key}"] = value if is_plain else str(value)[:_MAX_TEXT]
+    return found

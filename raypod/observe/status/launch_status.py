@@ -1,0 +1,200 @@
+"""The state of a launch, folded from the reports of its hosts; the content of its status endpoint.
+
+`add` runs in the launcher's main thread, `snapshot` in any other one. They share counters and references to immutable
+objects, so that no lock is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import time
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+
+from raypod.events import HostUsage
+from raypod.observe.status.endpoint import cached_route, snapshot_route
+from raypod.observe.status.exposition import COUNTER, GAUGE, Labels, Sample, metrics_response, render
+from raypod.observe.status.prometheus import HOST_METRICS, Metric, Scrape, families, instance_labels, one, run_label
+from raypod.observe.status.run_status import VERSION, user_name
+from raypod.observe.status.token_server import Response, Route
+from raypod.plan.placement import InstanceSpec, Placement
+from raypod.runs.event_log import raypod_version
+from raypod.runtime.launcher.records import STDERR, STDOUT, HostReport, ProgramEnd, ProgramUsage
+from raypod.system.command_line import printable
+
+_TAIL_BYTES = 1024
+_MAX_LINE = 200  # characters of the last line
+_STREAMS = {STDOUT: "stdout", STDERR: "stderr"}
+
+
+class _Output:
+    """What a program has written."""
+
+    def __init__(self) -> None:
+        self.bytes = dict.fromkeys(_STREAMS, 0)
+        self.last_unix_s: Optional[float] = None
+        self.tail = b""
+
+    def add(self, stream: int, data: bytes) -> None:
+        self.bytes[stream] += len(data)
+        self.last_unix_s = time.time()
+        self.tail = (self.tail + data)[-_TAIL_BYTES:]
+
+    def last_line(self) -> str:
+        """Return the last line that is not empty, without control characters; of a progress bar, its last state."""
+        text = self.tail.decode(errors="replace")
+        states = [printable(each).strip() for each in re.split(r"[\r\n]", text)]
+        return next((each for each in reversed(states) if each), "")[:_MAX_LINE]
+
+
+class LaunchStatus:
+    """The state of one launch. See docs/reference/observability.md for the keys of `snapshot`."""
+
+    def __init__(self, placement: Placement, command: Sequence[str]) -> None:
+        """`command` is the program with its arguments."""
+        self._placement, self._command = placement, list(command)
+        self.started_unix_s = time.time()
+        self.run_dir: Optional[str] = None
+        self.is_running = False  # the programs have been started
+        self._output = {spec.index: _Output() for spec in placement.instances}
+        self._processes: Dict[int, ProgramUsage] = {}
+        self._ends: Dict[int, ProgramEnd] = {}
+        self._usage: Dict[int, HostUsage] = {}  # by host index
+
+    def add(self, host: int, report: HostReport) -> None:
+        """Add a report of a host."""
+        self.is_running = True
+        for instance, stream, data in report.chunks:
+            self._output[instance].add(stream, data)
+        if report.programs:
+            self._processes = {**self._processes, **{each.instance: each for each in report.programs}}
+        if report.usage is not None:
+            self._usage = {**self._usage, host: report.usage}
+        if report.ends:
+            self._ends = {**self._ends, **{end.instance: end for end in report.ends}}
+
+    def snapshot(self) -> Dict[str, Any]:
+        """Return the state as plain data."""
+        hosts = [host.name for host in self._placement.hosts]
+        usage = {name: self._usage.get(index) for index, name in enumerate(hosts)}
+        instances = [self._instance(spec) for spec in self._placement.instances]
+        return {
+            "version": VERSION,
+            "kind": "launch",
+            "unix_s": time.time(),
+            "started_unix_s": self.started_unix_s,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "user": user_name(),
+            "run_dir": self.run_dir,
+            "command": self._command,
+            "phase": self._phase(instances),
+            "instances": instances,
+            "hosts": {name: each and dataclasses.asdict(each) for name, each in usage.items()},
+        }
+
+    def _phase(self, instances: Sequence[Mapping[str, Any]]) -> str:
+        """Return "starting", "running", or "ending" when the first program has exited."""
+        if not self.is_running:
+            return "starting"
+        return "ending" if any(each["exit_code"] is not None for each in instances) else "running"
+
+    def _instance(self, spec: InstanceSpec) -> Dict[str, Any]:
+        output, process, end = self._output[spec.index], self._processes.get(spec.index), self._ends.get(spec.index)
+        sizes = self._placement.sizes
+        return {
+            "instance": spec.index,
+            "host": spec.host,
+            "pid": process.pid if process else None,
+            "state": "exited" if end else "running" if self.is_running else "starting",
+            "exit_code": end.exit_code if end else None,
+            "cause": end.cause if end else None,
+            "replicas": [spec.replica_offset, spec.local_replicas],
+            "ipus": [spec.index * sizes.local_ipus, sizes.local_ipus],
+            "cpu_s": process.cpu_s if process else None,
+            "output_bytes": {name: output.bytes[stream] for stream, name in _STREAMS.items()},
+            "last_output_unix_s": output.last_unix_s,
+            "last_line": output.last_line(),
+            "log_file": f"{self.run_dir}/logs/instance-{spec.index}.log" if self.run_dir else None,
+        }
+
+
+_Further = Tuple[Tuple[Tuple[str, str], ...], Any]  # further labels, value
+
+
+def _by_program(
+    get: Callable[[Mapping[str, Any]], Iterable[_Further]],
+) -> Callable[[Scrape], List[Sample]]:
+    """Samples of each program: `get` returns (further labels, value) from its entry in the state."""
+
+    def samples(scrape: Scrape) -> List[Sample]:
+        return [
+            Sample(Labels((*instance_labels(each), *labels)), value)
+            for each in scrape.state["instances"]
+            for labels, value in get(each)
+            if value is not None
+        ]
+
+    return samples
+
+
+def _info(scrape: Scrape) -> List[Sample]:
+    state = scrape.state
+    names = {"kind": state["kind"], "user": state["user"], "coordinator": state["host"], "run_dir": state["run_dir"]}
+    names.update(program=state["command"][0], version=raypod_version() or "")
+    return [Sample(Labels(names.items()), 1)]
+
+
+METRICS = (
+    Metric("raypod_info", GAUGE, "Facts about the launch as labels; the value is 1.", _info),
+    Metric(
+        "raypod_start_time_seconds",
+        GAUGE,
+        "Time at which the launch began, in seconds since 1970.",
+        one(lambda state: state["started_unix_s"]),
+    ),
+    Metric(
+        "raypod_program_up",
+        GAUGE,
+        "1 if the program of an instance runs, else 0.",
+        _by_program(lambda each: [((), int(each["state"] == "running"))]),
+    ),
+    Metric(
+        "raypod_program_exit_code",
+        GAUGE,
+        "Exit code of the program of an instance, 128 + n for signal n.",
+        _by_program(lambda each: [((), each["exit_code"])]),
+    ),
+    Metric(
+        "raypod_program_cpu_seconds_total",
+        COUNTER,
+        "CPU time of the process of a program and of its children that have ended.",
+        _by_program(lambda each: [((), each["cpu_s"])]),
+    ),
+    Metric(
+        "raypod_program_output_bytes_total",
+        COUNTER,
+        "Bytes that a program has written.",
+        _by_program(lambda each: [((("stream", name),), count) for name, count in each["output_bytes"].items()]),
+    ),
+    Metric(
+        "raypod_program_last_output_timestamp_seconds",
+        GAUGE,
+        "Time of the last output of a program, in seconds since 1970.",
+        _by_program(lambda each: [((), each["last_output_unix_s"])]),
+    ),
+    *HOST_METRICS,
+)
+
+
+def scrape_response(status: LaunchStatus) -> Response:
+    """Return the response to a scrape of a launch."""
+    found = families(METRICS, Scrape(status.snapshot(), {}))
+    return metrics_response(render(found, run_label(status.run_dir or "")))
+
+
+def routes_of(status: LaunchStatus) -> Dict[str, Route]:
+    """Return the routes of the status endpoint of a launch."""
+    return {"/status": snapshot_route(status.snapshot), "/metrics": cached_route(lambda: scrape_response(status))}

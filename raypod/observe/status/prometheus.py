@@ -1,0 +1,344 @@
+"""The metrics of a training run for Prometheus: one table, from the state that the status endpoint serves.
+
+Counters begin at 0 with the coordinator's process, as Prometheus expects of counters: a resumed run continues with a
+reset. `raypod_update` is the position of the training. What is unknown has no sample; a NaN is one of the training.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional
+
+from typing_extensions import get_args
+
+from raypod.events import Phase
+from raypod.observe.status.exposition import (
+    COUNTER,
+    GAUGE,
+    HISTOGRAM,
+    NO_LABELS,
+    Family,
+    Labels,
+    Number,
+    Sample,
+    histogram_samples,
+    metrics_response,
+    render,
+)
+from raypod.observe.status.run_status import RunStatus
+from raypod.observe.status.token_server import Response
+from raypod.runs.call_times import RecentCalls
+from raypod.runs.event_log import raypod_version
+
+_RATE = "_per_s"  # end of the names of part rates
+
+
+class Scrape(NamedTuple):
+    """What the metrics are computed from: `RunStatus.current`, and the calls of each instance."""
+
+    state: Mapping[str, Any]
+    calls: Mapping[int, RecentCalls]
+
+
+class Metric(NamedTuple):
+    """A line of the table."""
+
+    name: str
+    kind: str
+    help: str
+    samples: Callable[[Scrape], Iterable[Sample]]
+
+
+def one(get: Callable[[Mapping[str, Any]], Optional[Number]]) -> Callable[[Scrape], Iterable[Sample]]:
+    """One sample without labels, from the state."""
+
+    def samples(scrape: Scrape) -> List[Sample]:
+        value = get(scrape.state)
+        return [] if value is None else [Sample(NO_LABELS, value)]
+
+    return samples
+
+
+def _by_name(label: str, get: Callable[[Mapping[str, Any]], Mapping[str, Number]]) -> Callable[..., Iterable[Sample]]:
+    """One sample per name, which is the value of `label`."""
+
+    def samples(scrape: Scrape) -> List[Sample]:
+        return [Sample(Labels(((label, name),)), value) for name, value in get(scrape.state).items()]
+
+    return samples
+
+
+def _by_instance(get: Callable[[Mapping[str, Any]], Optional[Number]]) -> Callable[[Scrape], Iterable[Sample]]:
+    """One sample per instance, from its entry in the state."""
+
+    def samples(scrape: Scrape) -> List[Sample]:
+        found = ((each, get(each)) for each in scrape.state["instances"])
+        return [Sample(instance_labels(each), value) for each, value in found if value is not None]
+
+    return samples
+
+
+def _by_calls(get: Callable[[Labels, RecentCalls], List[Sample]]) -> Callable[[Scrape], Iterable[Sample]]:
+    """The samples of each instance, from its calls."""
+
+    def samples(scrape: Scrape) -> List[Sample]:
+        known = ((each, scrape.calls.get(each["instance"])) for each in scrape.state["instances"])
+        return [sample for each, calls in known if calls is not None for sample in get(instance_labels(each), calls)]
+
+    return samples
+
+
+def by_host(key: str) -> Callable[[Scrape], Iterable[Sample]]:
+    """One sample per host, from its usage."""
+
+    def samples(scrape: Scrape) -> List[Sample]:
+        found = ((host, (usage or {}).get(key)) for host, usage in scrape.state["hosts"].items())
+        return [Sample(Labels((("host", host),)), value) for host, value in found if value is not None]
+
+    return samples
+
+
+def instance_labels(instance: Mapping[str, Any]) -> Labels:
+    return _labels_of(instance["instance"], instance["host"])
+
+
+@functools.lru_cache(maxsize=4096)  # so that they are rendered once
+def _labels_of(instance: int, host: str) -> Labels:
+    return Labels((("instance", str(instance)), ("host", host)))
+
+
+def _info(scrape: Scrape) -> List[Sample]:
+    state = scrape.state
+    values = {
+        "kind": state["kind"],
+        "task": state["task"],
+        "device": state["device"] or "",
+        "user": state["user"],
+        "coordinator": state["host"],
+        "run_dir": state["run_dir"],
+        "version": raypod_version() or "",
+    }
+    return [Sample(Labels(values.items()), 1)]
+
+
+def _phases(state: Mapping[str, Any]) -> Dict[str, Number]:
+    return {phase: int(state["phase"] == phase) for phase in get_args(Phase)}
+
+
+def _of(key: str, inner: str) -> Callable[[Mapping[str, Any]], Any]:
+    """Return a function that gets `state[key][inner]`, None if `state[key]` is None."""
+    return lambda state: state[key][inner] if state[key] else None
+
+
+HOST_METRICS = (
+    Metric("raypod_host_cpu_ratio", GAUGE, "Used share of all cores of a host (0..1).", by_host("cpu_share")),
+    Metric("raypod_host_memory_used_bytes", GAUGE, "Used memory of a host.", by_host("memory_used_bytes")),
+    Metric("raypod_host_memory_size_bytes", GAUGE, "Memory of a host.", by_host("memory_total_bytes")),
+    Metric(
+        "raypod_host_disk_used_bytes", GAUGE, "Used space of the working folder's disk.", by_host("disk_used_bytes")
+    ),
+    Metric("raypod_host_disk_size_bytes", GAUGE, "Size of the working folder's disk.", by_host("disk_total_bytes")),
+    Metric(
+        "raypod_host_network_receive_bytes_total",
+        COUNTER,
+        "Bytes that a host has received since its boot, without loopback.",
+        by_host("network_received_bytes"),
+    ),
+    Metric(
+        "raypod_host_network_transmit_bytes_total",
+        COUNTER,
+        "Bytes that a host has sent since its boot, without loopback.",
+        by_host("network_sent_bytes"),
+    ),
+)
+_RUN_METRICS = (
+    Metric("raypod_info", GAUGE, "Facts about the run as labels; the value is 1.", _info),
+    Metric(
+        "raypod_start_time_seconds",
+        GAUGE,
+        "Time at which the coordinator began, in seconds since 1970.",
+        one(lambda state: state["started_unix_s"]),
+    ),
+    Metric("raypod_phase", GAUGE, "1 for the current phase of the run, 0 for others.", _by_name("phase", _phases)),
+    Metric(
+        "raypod_updates_total",
+        COUNTER,
+        "Weight updates of this process of the coordinator.",
+        one(lambda state: state["updates_done"]),
+    ),
+    Metric("raypod_update", GAUGE, "Weight updates since the training began.", one(lambda state: state["update"])),
+    Metric("raypod_update_limit", GAUGE, "Weight updates of the whole run.", one(lambda state: state["total_updates"])),
+    Metric("raypod_epoch", GAUGE, "Current epoch, the first is 1.", one(lambda state: state["epoch"])),
+    Metric("raypod_eta_seconds", GAUGE, "Training time that is left.", one(lambda state: state["eta_s"])),
+    Metric(
+        "raypod_samples_total",
+        COUNTER,
+        "Samples that this process of the coordinator trained, over all replicas.",
+        one(lambda state: state["samples_done"]),
+    ),
+    Metric(
+        "raypod_samples_per_second",
+        GAUGE,
+        "Samples per second over the last second of training, of all replicas.",
+        one(lambda state: state["samples_per_s"]),
+    ),
+    Metric(
+        "raypod_sample_parts_per_second",
+        GAUGE,
+        "Parts of samples, for example tokens, per second over the last second of training.",
+        _by_name(
+            "part",
+            lambda state: {
+                name[: -len(_RATE)] if name.endswith(_RATE) else name: value
+                for name, value in state["part_rates"].items()
+            },
+        ),
+    ),
+    Metric(
+        "raypod_data_wait_ratio",
+        GAUGE,
+        "Share of the last call that the instances waited for data (0..1).",
+        one(lambda state: state["data_wait_share"]),
+    ),
+    Metric(
+        "raypod_training_metric",
+        GAUGE,
+        "Metrics of the last update, as the loss.",
+        _by_name("name", lambda state: state["metrics"]),
+    ),
+    Metric(
+        "raypod_evaluation_metric",
+        GAUGE,
+        "Metrics of the last evaluation of the test split.",
+        _by_name("name", lambda state: (state["last_evaluation"] or {}).get("metrics", {})),
+    ),
+    Metric(
+        "raypod_last_update_timestamp_seconds",
+        GAUGE,
+        "Time of the last weight update, in seconds since 1970.",
+        one(lambda state: state["last_update_unix_s"]),
+    ),
+    Metric(
+        "raypod_last_evaluation_timestamp_seconds",
+        GAUGE,
+        "Time of the last evaluation, in seconds since 1970.",
+        one(_of("last_evaluation", "unix_s")),
+    ),
+    Metric(
+        "raypod_last_checkpoint_timestamp_seconds",
+        GAUGE,
+        "Time of the last checkpoint of this process, in seconds since 1970.",
+        one(lambda state: _of("last", "unix_s")(state["checkpoints"])),
+    ),
+    Metric(
+        "raypod_last_checkpoint_update",
+        GAUGE,
+        "Update of the last checkpoint of this process.",
+        one(lambda state: _of("last", "update")(state["checkpoints"])),
+    ),
+    Metric(
+        "raypod_checkpoints_total", COUNTER, "Written checkpoints.", one(lambda state: state["checkpoints"]["saved"])
+    ),
+    Metric(
+        "raypod_checkpoint_failures_total",
+        COUNTER,
+        "Checkpoints that could not be written.",
+        one(lambda state: state["checkpoints"]["failed"]),
+    ),
+    Metric("raypod_restarts_total", COUNTER, "Repairs of the fleet.", one(lambda state: state["restarts"])),
+    Metric(
+        "raypod_generation",
+        GAUGE,
+        "Starts and repairs of the fleet since the training began.",
+        one(lambda state: state["generation"]),
+    ),
+)
+_INSTANCE_METRICS = (
+    Metric(
+        "raypod_instance_up",
+        GAUGE,
+        "1 if an instance is ready, 0 while it starts and while it is lost.",
+        _by_instance(lambda each: int(each["pid"] is not None and each["state"] != "lost")),
+    ),
+    Metric(
+        "raypod_instance_heartbeat_age_seconds",
+        GAUGE,
+        "Time since the last heartbeat of an instance.",
+        _by_instance(lambda each: each["heartbeat_age_s"]),
+    ),
+    Metric(
+        "raypod_instance_busy_ratio",
+        GAUGE,
+        "Time of recent calls without the wait for other instances, over the median of all instances.",
+        _by_instance(lambda each: each["call_s"].get("busy_ratio")),
+    ),
+    Metric(
+        "raypod_instance_data_wait_ratio",
+        GAUGE,
+        "Share of recent calls that an instance waited for data (0..1).",
+        _by_instance(lambda each: each["call_s"].get("data_wait_share")),
+    ),
+    Metric(
+        "raypod_instance_peer_wait_ratio",
+        GAUGE,
+        "Share of recent calls that an instance waited for other instances (0..1).",
+        _by_instance(lambda each: each["call_s"].get("peer_wait_share")),
+    ),
+    Metric(
+        "raypod_instance_samples_per_second",
+        GAUGE,
+        "Samples of one call over the median duration of recent calls.",
+        _by_instance(lambda each: each["samples_per_s"]),
+    ),
+    Metric(
+        "raypod_instance_cpu_seconds",
+        GAUGE,
+        "CPU time of an instance's running threads and of their child processes.",
+        _by_instance(lambda each: each["cpu_s"]),
+    ),
+    Metric(
+        "raypod_instance_call_seconds",
+        HISTOGRAM,
+        "Duration of the calls of an instance, without the first one of each process.",
+        _by_calls(histogram_samples),
+    ),
+    Metric(
+        "raypod_instance_data_wait_seconds_total",
+        COUNTER,
+        "Time that the calls of an instance waited for data.",
+        _by_calls(lambda labels, calls: [Sample(labels, calls.data_wait_s)]),
+    ),
+    Metric(
+        "raypod_instance_peer_wait_seconds_total",
+        COUNTER,
+        "Time that the calls of an instance waited for other instances.",
+        _by_calls(lambda labels, calls: [Sample(labels, calls.peer_wait_s)]),
+    ),
+)
+METRICS = (*_RUN_METRICS, *_INSTANCE_METRICS, *HOST_METRICS)
+
+
+def families(metrics: Iterable[Metric], scrape: Scrape) -> List[Family]:
+    """Return the current samples of a table."""
+    return [Family(each.name, each.kind, each.help, list(each.samples(scrape))) for each in metrics]
+
+
+def run_families(status: RunStatus) -> List[Family]:
+    """Return the metrics of a training run."""
+    return families(METRICS, Scrape(status.current(), status.calls.by_instance()))
+
+
+def started_families(status: RunStatus) -> List[Family]:
+    """Return the metrics of a training run whose instances have started, else []."""
+    return run_families(status) if status.started is not None else []
+
+
+def run_label(run_dir: str) -> Labels:
+    """Return the label that distinguishes the metrics of runs: the name of the run folder."""
+    return Labels((("run", Path(run_dir).name),))
+
+
+def scrape_response(status: RunStatus) -> Response:
+    """Return the response to a scrape of a training run."""
+    return metrics_response(render(run_families(status), run_label(status.run_dir)))

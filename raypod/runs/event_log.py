@@ -1,0 +1,167 @@
+"""`events.jsonl`: a structured log of what happens in a run, for `raypod logs`, the report and the monitor.
+
+Every line is a JSON object with `unix_s`, the time in seconds since 1970, `event`, and the fields of the event, as
+docs/reference/events.md describes. The log is appended to over all starts of a run. It holds neither updates
+(`metrics.jsonl`) nor single calls (`ledger.jsonl`), whose times are condensed into `call_times`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+import socket
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence
+
+from raypod.errors import ConfigError, LeaseLost, RunError
+from raypod.events import CallDone, CheckpointBegun, EvaluationDone, Event, UpdateDone
+from raypod.plan.layout import EVENTS
+from raypod.runs.call_times import CallTimesLog
+from raypod.runs.growing_file import parse_records
+from raypod.runs.run_state import end_of
+from raypod.system.abort import on_abort
+from raypod.system.files import AppendOnlyFile, strict_json
+
+_SYNC_INTERVAL_S = 60.0
+_PAIRS = ("seconds", "versions")  # fields that hold (name, value) pairs if they are tuples; objects in JSON
+
+
+class EventLog:
+    """The event log of a run folder, open for appending.
+
+    Its first line is `process_started`. It is flushed to disk with each checkpoint, and once per minute. Leaving the
+    context by an error writes `process_failed`, or `process_interrupted` after a signal, or `process_preempted`.
+    """
+
+    def __init__(self, run_dir: Path, plan: Dict[str, Any], warn: Callable[[str], None] = lambda text: None) -> None:
+        """Open the log.
+
+        Args:
+            run_dir: the run folder.
+            plan: facts about the plan for the first line.
+            warn: gets one line when the disk begins to fail.
+
+        Raises:
+            ConfigError: it cannot be opened.
+        """
+        try:
+            self._file = AppendOnlyFile(run_dir / EVENTS, warn)
+        except OSError as error:
+            raise ConfigError(f"cannot write {run_dir / EVENTS}: {error.strerror}") from None
+        self._file.end_line()
+        self._call_times = CallTimesLog()
+        self._stack = contextlib.ExitStack()
+        self._write("process_started", {"pid": os.getpid(), "host": socket.gethostname(), **_version(), **plan})
+        self._sync()
+
+    def handle(self, event: Event) -> None:
+        """Append an event, and the times of the calls before it if their window has ended."""
+        if isinstance(event, UpdateDone):
+            return
+        times = self._call_times.handle(event)
+        if times is not None:
+            self._write("call_times", times)
+        if not isinstance(event, CallDone):
+            self._write(event_name(type(event)), fields_of(event))
+        if isinstance(event, CheckpointBegun) or time.monotonic() - self._synced_s > _SYNC_INTERVAL_S:
+            self._sync()
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy the log into another run folder, with what its own disk does not take. OSError as from the disk."""
+        self._file.copy_to(folder / EVENTS)
+
+    def __enter__(self) -> EventLog:
+        self._stack.enter_context(on_abort(self._write_end))
+        return self
+
+    def __exit__(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
+        self._stack.close()
+        self._write_end(error)
+        try:
+            self._file.close()
+        except OSError as failure:
+            if error is None:
+                raise RunError(f"cannot write all lines of {self._file.path}: {failure.strerror}") from None
+
+    def _write_end(self, error: Optional[BaseException]) -> None:
+        if isinstance(error, LeaseLost):  # another process has taken over the folder
+            return
+        times = self._call_times.end_window()
+        if times is not None:
+            self._write("call_times", times)
+        if error is not None:
+            state, exit_code, message = end_of(error)
+            self._write(f"process_{state}", {"exit_code": exit_code, "message": message})
+
+    def _sync(self) -> None:
+        self._file.sync()
+        self._synced_s = time.monotonic()
+
+    def _write(self, name: str, fields: Dict[str, Any]) -> None:
+        self._file.write_line(strict_json({"unix_s": round(time.time(), 3), "event": name, **fields}))
+
+
+def restarts_in(run_dir: Path) -> int:
+    """Return the number of repairs that the log of a run folder holds, over all starts of the run; 0 without a log."""
+    restarts_of_starts = [0]
+    for line in lines_with(run_dir / EVENTS, (b'"process_started"', b'"repaired"')):
+        event, restarts = line.get("event"), line.get("restarts")
+        if event == "process_started":
+            restarts_of_starts.append(0)
+        elif event == "repaired" and isinstance(restarts, int):  # it counts those since the start
+            restarts_of_starts[-1] = restarts
+    return sum(restarts_of_starts)
+
+
+def lines_with(path: Path, words: Sequence[bytes]) -> Iterator[Dict[str, Any]]:
+    """Yield the records of the lines that contain one of `words`; others are not parsed. Damaged lines are skipped."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if any(word in line for word in words):
+                yield from parse_records([line])
+
+
+def event_name(event_type: type) -> str:
+    """Return the name of a type of event in the log, as in `checkpoint_saved`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event_type.__name__).lower()
+
+
+def fields_of(event: Event) -> Dict[str, Any]:
+    """Return the fields of an event as plain data, without the details of an evaluation, which have their own file."""
+    if isinstance(event, EvaluationDone):
+        event = dataclasses.replace(event, details=None)
+    fields: Dict[str, Any] = _with_objects(dataclasses.asdict(event))
+    fields.pop("details", None)
+    return fields
+
+
+def _with_objects(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {
+            key: dict(value) if key in _PAIRS and isinstance(value, tuple) else _with_objects(value)
+            for key, value in content.items()
+        }
+    if isinstance(content, (list, tuple)):
+        return [_with_objects(value) for value in content]
+    return content
+
+
+@functools.lru_cache(maxsize=None)
+def raypod_version() -> Optional[str]:
+    """Return the version of the installed package; None if it is run from a source folder."""
+    try:
+        return version("raypod")
+    except PackageNotFoundError:
+        return None
+
+
+def _version() -> Dict[str, str]:
+    found = raypod_version()
+    return {"raypod": found} if found else {}

@@ -1,0 +1,187 @@
+"""`state.json`: the coordinator's process and the progress of a run, for `raypod status`, `attach` and `stop`.
+
+The coordinator writes it at most once per second, and less often on a disk on which that takes long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, Dict, Optional, Tuple
+
+from raypod.errors import LeaseLost, Preempted, RaypodError
+from raypod.events import Event, Repaired, RunEnded, RunStarted, UpdateDone
+from raypod.plan.layout import STATE
+from raypod.runs.run_view import RunView
+from raypod.system import command_line as cli
+from raypod.system.abort import on_abort
+from raypod.system.files import parse_json, replace_file, strict_json
+from raypod.system.job_driver import submission_id_of
+from raypod.system.process import is_stopped, process_start_ticks
+
+_WRITE_INTERVAL_S = 1.0
+_SHARE = 0.05  # of the time: a write waits for the disk
+STARTING, RUNNING, DONE, INTERRUPTED, FAILED = "starting", "running", "done", "interrupted", "failed"
+PREEMPTED = "preempted"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunState:
+    """The content of the file."""
+
+    pid: int
+    started_ticks: int  # start time of the process, in clock ticks since boot: pids are reused
+    host: str
+    state: str
+    update: int
+    total_updates: int
+    loss: Optional[float] = None
+    samples_per_s: Optional[float] = None
+    samples_are: str = "samples"  # what the task calls them, as in "images"
+    eta_s: Optional[float] = None  # see `Plan.eta_s`
+    restarts: int = 0  # since the coordinator was started
+    exit_code: Optional[int] = None
+    message: str = ""  # of the error that ended the run
+    written_at_s: float = 0.0  # seconds since 1970
+    status_port: Optional[int] = None  # of the status endpoint on the coordinator's loopback interface, while it runs
+    status_token_file: Optional[str] = None  # path of the file with the token of the endpoint, mode 0600
+    submission_id: Optional[str] = None  # of the Ray job in which the coordinator runs
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the run's coordinator was started on this host."""
+        return self.host == socket.gethostname()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the coordinator's process runs; always False on another host."""
+        return self.is_local and process_start_ticks(self.pid) == self.started_ticks
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the coordinator's process is stopped, by SIGSTOP or a debugger; always False on another host."""
+        return self.is_alive and is_stopped(self.pid)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the file holds the end of the run."""
+        return self.exit_code is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the coordinator of the run is another, live process.
+
+        Checks the process, because a full disk can prevent writing the end of the run.
+        """
+        return self.is_alive and not self.has_ended and self.pid != os.getpid()
+
+    @property
+    def may_be_running(self) -> bool:
+        """As `is_running`, and True for a run on another host whose end the file does not hold."""
+        return self.is_running if self.is_local else not self.has_ended
+
+
+def read(run_dir: Path) -> Optional[RunState]:
+    """Return the state of the run in a folder; None if there is none."""
+    try:
+        state = RunState(**parse_json((run_dir / STATE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    # A file can hold anything: null as the start time would be equal to that of a process that does not exist.
+    return state if type(state.pid) is int and type(state.started_ticks) is int else None
+
+
+def is_unfinished(run_dir: Path) -> bool:
+    """Return whether the run in a folder died, failed or was interrupted, and can be resumed.
+
+    So can one whose file cannot be read, as it can be after a power loss: what it has done already is not repeated.
+    """
+    state = read(run_dir)
+    if state is None:
+        return (run_dir / STATE).is_file()
+    return state.state != DONE and not state.is_running
+
+
+def end_of(error: BaseException) -> Tuple[str, int, str]:
+    """Return the state, the exit code and the message of a run that an error ends."""
+    if isinstance(error, Preempted):
+        return PREEMPTED, error.exit_code, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, cli.INTERRUPTED, ""
+    code = error.exit_code if isinstance(error, RaypodError) else 1
+    return FAILED, code, " ".join(f"{error}".split()) or type(error).__name__
+
+
+class StateFile:
+    """Writes the state of the run of this process."""
+
+    def __init__(self, run_dir: Path, view: RunView, preemption_exit_code: int = cli.INTERRUPTED) -> None:
+        """`view` has handled each event before this does."""
+        self._path, self._view, self._preemption_exit_code = run_dir / STATE, view, preemption_exit_code
+        plan = view.plan
+        ticks = process_start_ticks(os.getpid()) or 0
+        own = (os.getpid(), ticks, socket.gethostname())
+        job, samples_are = submission_id_of(os.environ), plan.task.samples_are
+        self._state = RunState(*own, STARTING, 0, plan.total_updates, submission_id=job, samples_are=samples_are)
+        self._next_write_s = 0.0
+        self._stack = contextlib.ExitStack()
+        self._write(self._state)
+
+    def serve_status(self, port: int, token_file: str) -> None:
+        """Publish the status endpoint of this process."""
+        self._write(dataclasses.replace(self._state, status_port=port, status_token_file=token_file))
+
+    def handle(self, event: Event) -> None:
+        """Write what the view says after an event."""
+        if not isinstance(event, (RunStarted, UpdateDone, Repaired, RunEnded)):
+            return
+        view = self._view
+        known: Dict[str, Any] = {}
+        if view.update is not None:
+            known = {"loss": view.update.loss, "samples_per_s": view.update.samples_per_s}
+            known["eta_s"] = view.plan.eta_s(view.position, view.update.samples_per_s)
+        self._state = dataclasses.replace(
+            self._state, update=view.position, restarts=view.restarts, state=RUNNING, **known
+        )
+        if isinstance(event, RunEnded):
+            code, state = (cli.INTERRUPTED, INTERRUPTED) if event.interrupted else (0, DONE)
+            if event.preempted:
+                code, state = self._preemption_exit_code, PREEMPTED
+            self._state = dataclasses.replace(self._state, state=state, exit_code=code)
+        elif not isinstance(event, UpdateDone) or time.monotonic() >= self._next_write_s:
+            self._write(self._state)
+
+    def copy_to(self, folder: Path) -> None:
+        """Write into another run folder that the run has failed. OSError as from the disk."""
+        failed = dataclasses.replace(self._state, state=FAILED, exit_code=1, status_port=None, status_token_file=None)
+        replace_file(folder / STATE, (strict_json(dataclasses.asdict(failed)) + "\n").encode())
+
+    def __enter__(self) -> StateFile:
+        self._stack.enter_context(on_abort(self._record_end))
+        return self
+
+    def __exit__(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
+        self._stack.close()
+        self._record_end(error)
+
+    def _record_end(self, error: Optional[BaseException]) -> None:
+        """Write how the run ended, unless another process has taken over the folder."""
+        if isinstance(error, LeaseLost):
+            return
+        self._state = dataclasses.replace(self._state, status_port=None, status_token_file=None, eta_s=None)
+        if error is not None:
+            state, code, message = end_of(error)
+            self._state = dataclasses.replace(self._state, state=state, exit_code=code, message=message)
+        self._write(self._state)
+
+    def _write(self, state: RunState) -> None:
+        self._state, began_s = state, time.monotonic()
+        content = strict_json(dataclasses.asdict(dataclasses.replace(state, written_at_s=time.time())))
+        with contextlib.suppress(OSError):  # a full or lost disk: the file keeps an older state
+            replace_file(self._path, (content + "\n").encode())
+        took_s = time.monotonic() - began_s
+        self._next_write_s = began_s + max(_WRITE_INTERVAL_S, took_s / _SHARE)

@@ -1,0 +1,301 @@
+"""Write the events of a run to its metrics, evaluations, ledger and TensorBoard files."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any, Callable, Iterator, List, Optional, Tuple, Type, Union
+
+from typing_extensions import Protocol
+
+from raypod.errors import ConfigError, RunError
+from raypod.events import CheckpointBegun, EvaluationDone, Event, Repaired, Resized, RunStarted, UpdateDone
+from raypod.plan import user_code
+from raypod.plan.config import Config
+from raypod.plan.layout import EVALUATIONS, METRICS, TENSORBOARD, TEST
+from raypod.plan.plan import Plan
+from raypod.runs.growing_file import last_lines
+from raypod.runs.ledger import Ledger
+from raypod.runs.lines import line_of, traces_of
+from raypod.system import files
+from raypod.system.files import AppendOnlyFile, keep_beginning, parse_json, replace_file, strict_json
+
+Warn = Callable[[str], None]
+_FLUSH_S = 10  # seconds between flushes of the TensorBoard file
+
+
+class Sink(Protocol):
+    """A file that grows with the events of a run."""
+
+    def handle(self, event: Event) -> None:
+        """Write an event, if the file records it."""
+
+    def drop_after(self, update: int) -> None:
+        """Drop what the file has about later updates: they are computed again, with other bits."""
+
+    def sync(self) -> None:
+        """Flush everything to the disk, if there is space."""
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy the file into another run folder, with what its own disk does not take. OSError as from the disk."""
+
+    def close(self) -> None:
+        """Close the file. OSError if something could not be written."""
+
+
+def check_packages(config: Config) -> None:
+    """Raise ConfigError if a requested sink needs a package that is not installed."""
+    flags = {name: f"--tracker {name}" for name in config.run.trackers or ()}
+    if config.run.tensorboard:
+        flags["tensorboard"] = "--tensorboard"
+    for name, flag in flags.items():
+        if ":" in name:
+            user_code.check(name, "run.trackers", [])
+        elif not _is_installed(name):
+            raise ConfigError(f"{flag} needs the package {name}, which is not installed: pip install 'raypod[{name}]'")
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether a package can be imported. A folder of its name, as W&B leaves one, is none."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
+
+
+def _open_sinks(plan: Plan, first_update: int, warn: Warn) -> Iterator[Sink]:
+    """Open the sinks of a run that starts or resumes after `first_update` updates, one after the other."""
+    folder = Path(plan.run_dir)
+    yield JsonLines(folder / METRICS, UpdateDone, first_update, warn)
+    yield JsonLines(folder / EVALUATIONS, EvaluationDone, first_update, warn)
+    if plan.task.predictions:
+        yield LatestDetails(folder, first_update, warn)
+    yield Ledger(plan, warn)
+    if plan.config.run.writes_tensorboard:
+        yield TensorBoardWriter(folder, first_update)
+
+
+class Sinks:
+    """All sinks of a run. `RunStarted` opens them (RunError if that fails): a run that fails to start writes none."""
+
+    def __init__(self, plan: Plan, warn: Warn = lambda text: None) -> None:
+        """`warn` gets one line when the disk begins to fail."""
+        self._plan, self._warn = plan, warn
+        self._sinks: List[Sink] = []
+        self._resized: Tuple[Event, ...] = ()  # before the run started
+
+    def handle(self, event: Event) -> None:
+        """Write an event to the files that record it."""
+        if isinstance(event, RunStarted):
+            try:
+                for sink in _open_sinks(self._plan, event.first_update, self._warn):
+                    self._sinks.append(sink)
+                    for each in (*self._resized, event):
+                        sink.handle(each)
+            except OSError as error:
+                raise RunError(f"cannot write {error.filename or self._plan.run_dir}: {error.strerror}") from None
+            return
+        if isinstance(event, Resized) and not self._sinks:
+            self._resized = (event,)
+        for sink in self._sinks:
+            if isinstance(event, Repaired) and self._plan.config.pod.is_elastic:
+                sink.drop_after(event.update)
+            sink.handle(event)
+            if isinstance(event, CheckpointBegun):  # a run that resumes from it finds every line before it
+                sink.sync()
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy all files into another run folder. OSError if that fails."""
+        for sink in self._sinks:
+            sink.copy_to(folder)
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(self, kind: Optional[type], *_: object) -> None:
+        """Close the files. RunError if lines could not be written (the disk is full) and there is no other error."""
+        failed = []
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except OSError as error:
+                failed.append(error.strerror or str(error))
+        self._sinks = []
+        if failed and kind is None:
+            raise RunError(
+                "cannot write all lines of the metrics, evaluations, ledger or TensorBoard files in "
+                f"{self._plan.run_dir}: {failed[0]}"
+            )
+
+
+class JsonLines:
+    """A file with one line per event of a type (`metrics.jsonl`, `evaluations.jsonl`), written immediately."""
+
+    def __init__(
+        self,
+        path: Path,
+        event_type: Type[Union[UpdateDone, EvaluationDone]],
+        first_update: int,
+        warn: Warn = lambda text: None,
+    ) -> None:
+        """Keep the lines up to `first_update`, from which a resumed run continues; remove later ones."""
+        if first_update and path.is_file():
+            _keep_until(path, first_update)
+        else:
+            replace_file(path, b"")
+        self._event_type, self._warn = event_type, warn
+        self._file = AppendOnlyFile(path, warn)
+        self._file.end_line()
+
+    def handle(self, event: Event) -> None:
+        """Append the line of an event of the type."""
+        if isinstance(event, self._event_type):
+            self._file.write_line(strict_json(line_of(event)))
+
+    def drop_after(self, update: int) -> None:
+        """See `Sink.drop_after`. If the disk is full, the lines stay."""
+        with contextlib.suppress(OSError):
+            if not self._file.has_unwritten:
+                _keep_until(self._file.path, update)
+                before, self._file = self._file, AppendOnlyFile(self._file.path, self._warn)
+                before.close()
+
+    def sync(self) -> None:
+        """Flush all lines to the disk, if there is space."""
+        self._file.sync()
+
+    def copy_to(self, folder: Path) -> None:
+        """See `Sink.copy_to`."""
+        self._file.copy_to(folder / self._file.path.name)
+
+    def close(self) -> None:
+        """Close the file. OSError if lines could not be written."""
+        self._file.close()
+
+
+class LatestDetails:
+    """`test.json`: what the newest evaluation says of the predictions, beyond its metrics."""
+
+    def __init__(self, folder: Path, first_update: int, warn: Warn) -> None:
+        self._path, self._warn, self._is_warned = folder / TEST, warn, False
+        self.drop_after(first_update or -1)
+
+    def handle(self, event: Event) -> None:
+        """Replace the file by the details of an evaluation. If the disk is full, the former ones stay."""
+        if isinstance(event, EvaluationDone) and event.details is not None:
+            content = {"update": event.update, "samples": event.samples, **event.details}
+            try:
+                replace_file(self._path, strict_json(content).encode())
+            except OSError as error:
+                if not self._is_warned:
+                    self._warn(f"cannot write {self._path}: {error.strerror}")
+                self._is_warned = True
+
+    def drop_after(self, update: int) -> None:
+        """See `Sink.drop_after`."""
+        if self._path.is_file() and _update_of(self._path.read_bytes()) > update:
+            self._path.unlink(missing_ok=True)
+
+    def sync(self) -> None:
+        """The file is on the disk."""
+
+    def copy_to(self, folder: Path) -> None:
+        """See `Sink.copy_to`."""
+        if self._path.is_file():
+            replace_file(folder / TEST, self._path.read_bytes())
+
+    def close(self) -> None:
+        """The file is not open."""
+
+
+def _keep_until(path: Path, update: int) -> None:
+    """Remove the lines after `update`."""
+    # The lines are in the order of their updates, and only the last one can be truncated.
+    kept = (line.end for line in last_lines(path) if _update_of(line.text) <= update)
+    keep_beginning(path, next(kept, 0))
+
+
+def _update_of(line: bytes) -> float:
+    """Return the update of a line; infinity for a truncated line."""
+    try:
+        content: Any = parse_json(line)
+        return int(content["update"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+class TensorBoardWriter:
+    """Writes the scalars of a run with `torch.utils.tensorboard.SummaryWriter`.
+
+    A full disk does not stop the run: points that are not yet on the disk stay in memory, and `sync` and `close`
+    write them again, into a new event file.
+    """
+
+    def __init__(self, run_dir: Path, first_update: int) -> None:
+        """Hide the points after `first_update`, from which a resumed run continues, in earlier event files."""
+        # Imported here: it needs an optional package, and it imports torch, which reads OMP_NUM_THREADS.
+        self._module: Any = importlib.import_module("torch.utils.tensorboard")
+        self._folder = str(run_dir / TENSORBOARD)
+        self._purge_step = first_update + 1  # the first step that is not on the disk
+        self._points: List[Tuple[str, float, int]] = []  # tag, value, step; not on the disk yet
+        self._writer: Any = None
+        self.sync()
+
+    def handle(self, event: Event) -> None:
+        """Add the points of an event, if it has any."""
+        points: List[Tuple[str, float, int]] = []
+        if isinstance(event, UpdateDone):
+            values = {**(event.metrics if event.has_results else {}), "samples_per_s": event.samples_per_s}
+            values.update({**event.part_rates, **traces_of(event)})
+            points = [(f"training/{name}", value, event.update) for name, value in values.items()]
+        elif isinstance(event, EvaluationDone):
+            points = [(f"test/{name}", value, event.update) for name, value in event.metrics.items()]
+        self._points += points
+        if self._writer is not None:
+            try:
+                self._add(points)
+            except OSError:
+                self._writer = None
+
+    def drop_after(self, update: int) -> None:
+        """Hide the points after `update`, as a resumed run does."""
+        if self._purge_step > update + 1 or any(step > update for _, _, step in self._points):
+            with contextlib.suppress(OSError):
+                if self._writer is not None:
+                    self._writer.close()
+            self._writer, self._purge_step = None, min(self._purge_step, update + 1)
+            self._points = [point for point in self._points if point[2] <= update]
+
+    def sync(self) -> None:
+        """Write all points to the disk, if there is space."""
+        with contextlib.suppress(OSError):
+            self._flush()
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy nothing: no run continues from the points."""
+
+    def close(self) -> None:
+        """Close the event file. OSError if points could not be written."""
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        try:
+            files.check_held(Path(self._folder))
+            if self._writer is None:
+                self._writer = self._module.SummaryWriter(
+                    self._folder, purge_step=self._purge_step, flush_secs=_FLUSH_S
+                )
+                self._add(self._points)
+            self._writer.flush()
+        except OSError:
+            self._writer = None  # its thread has ended
+            raise
+        if self._points:
+            self._purge_step = self._points[-1][2] + 1
+            self._points.clear()
+
+    def _add(self, points: List[Tuple[str, float, int]]) -> None:
+        for tag, value, step in points:
+            self._writer.add_scalar(tag, value, step)

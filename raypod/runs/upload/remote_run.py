@@ -1,0 +1,179 @@
+"""Read a run from a remote storage: everything is verified before it is used."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Callable, List, Optional, Sequence, Tuple, TypeVar
+
+from raypod.errors import CheckpointDamaged, ConfigError, RunError
+from raypod.plan.config import MANIFEST
+from raypod.plan.layout import CHECKPOINTS
+from raypod.runs.upload import index
+from raypod.runs.upload.index import Content, Index
+from raypod.system.files import replace_file
+from raypod.system.remote.backends import check_scheme
+from raypod.system.remote.errors import describe
+from raypod.system.remote.store import Store
+from raypod.system.retries import growing, retried
+from raypod.system.urls import RunUrl, check_url, run_url
+from raypod.training.checkpoint import storage
+from raypod.training.checkpoint.format import Checkpoint
+
+_ATTEMPTS, _FIRST_WAIT_S, _MOST_WAIT_S = 5, 0.5, 5.0
+_REREADS = 3  # if a file was replaced after its index was read
+_CHUNK_BYTES = 1 << 20
+_HASH = "manifest.sha256"
+_NOT_REPEATED = (FileNotFoundError, PermissionError, CheckpointDamaged, ConfigError)
+_PARTIAL = ".partial"
+
+T = TypeVar("T")
+
+
+class RemoteRun:
+    """A run on a remote storage, or one checkpoint of it.
+
+    The methods raise ConfigError if there is nothing to read or no permission, and RunError if the storage cannot be
+    reached.
+    """
+
+    def __init__(self, url: str, setting: str) -> None:
+        """`setting` begins error messages, as in `--resume`. ConfigError if the URL cannot be used."""
+        url = check_url(url, setting)
+        check_scheme(url, setting, writes=False)
+        self.url: RunUrl = run_url(url)
+        self._setting, self._given = setting, url
+        self._store = Store(self.url.run)
+
+    def close(self) -> None:
+        """End the connection; the next method connects again."""
+        self._store.disconnect()
+
+    def read_index(self) -> Optional[Index]:
+        """Return the index; None if it is missing or damaged."""
+        text = self._read(index.NAME)
+        try:
+            return None if text is None else index.from_json(text)
+        except ValueError:
+            return None
+
+    def fetch_files(self, folder: Path, wanted: Callable[[str], bool]) -> Tuple[Optional[Index], List[str]]:
+        """Copy the files of the index for which `wanted` is true into a folder.
+
+        Returns:
+            The index, and a message about each file that is missing or damaged, which is then not in the folder.
+        """
+        found = self.read_index()
+        if found is None:
+            return None, [f"{index.NAME} on {self.url.run} is missing or damaged: only its checkpoints can be used"]
+        messages = []
+        for name in sorted(filter(wanted, found.files)):
+            if not index.is_safe(name):
+                messages.append(f"{index.NAME} on {self.url.run} has the wrong name {name!r}")
+            elif not self._fetch_file(folder, name, found.files[name]):
+                messages.append(f"{name} on {self.url.run} is missing or damaged, and is not used")
+        return found, messages
+
+    def fetch_manifests(self, folder: Path) -> List[str]:
+        """Copy the manifests of the checkpoints into the folder of a run; return messages about damaged ones."""
+        only = self.url.checkpoint
+        names = self._repeated(lambda: self._store.list_folder(CHECKPOINTS)) or {}
+        messages = []
+        for name in [name for name, size in names.items() if size is None and only in (None, name)]:
+            path = storage.checkpoints_folder(folder) / name
+            contents = [self._read(f"{CHECKPOINTS}/{name}/{file}") for file in (MANIFEST, _HASH)]
+            if contents[0] is None:
+                continue  # it is being uploaded, or its upload was interrupted: it is absent
+            path.mkdir(parents=True)
+            for file, content in zip((MANIFEST, _HASH), contents):
+                (path / file).write_bytes(content or b"")
+            try:
+                storage.read_manifest(path)
+            except CheckpointDamaged as error:
+                messages.append(str(error).replace(str(folder), self.url.run))
+        return messages
+
+    def fetch_checkpoint(self, checkpoint: Checkpoint, target: Path) -> None:
+        """Copy the files of a checkpoint into a folder that exists, and verify all of them.
+
+        `checkpoint` is one of `fetch_manifests`. CheckpointDamaged if a file is missing or not as the manifest says.
+        """
+        name = checkpoint.path.name
+        for file, record in checkpoint.manifest.files.items():
+            if Path(file).name != file:
+                raise CheckpointDamaged(f"{self.url.run}/{CHECKPOINTS}/{name}", f"{file!r} is no file of a checkpoint")
+            self._download(f"{CHECKPOINTS}/{name}/{file}", target / file, record.size_bytes + 1)
+        for file in (MANIFEST, _HASH):
+            if target != checkpoint.path:
+                replace_file(target / file, (checkpoint.path / file).read_bytes())
+        try:
+            storage.verify(Checkpoint(target, checkpoint.manifest))
+        except CheckpointDamaged as error:
+            raise CheckpointDamaged(f"{self.url.run}/{CHECKPOINTS}/{name}", error.cause) from None
+
+    def missing(self) -> ConfigError:
+        """Return the error that there is no such run."""
+        what = "run" if self.url.checkpoint is None else "checkpoint"
+        return ConfigError(f"{self._setting} {self._given}: there is no such {what} on the storage")
+
+    def _read(self, name: str) -> Optional[bytes]:
+        return self._repeated(lambda: self._store.read(name))
+
+    def _fetch_file(self, folder: Path, name: str, contents: Sequence[Content]) -> bool:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(target.name + _PARTIAL)
+        for _ in range(_REREADS):
+            most_bytes = max(each.size_bytes for each in contents) + 1
+            if self._download(name, partial, most_bytes) and _content_of(partial) in contents:
+                partial.replace(target)
+                return True
+            newer = self.read_index()  # the run may go on
+            if newer is None or newer.files.get(name, []) == list(contents):
+                break
+            contents = newer.files.get(name, [])
+            if not contents:
+                break
+        if partial.exists():
+            partial.unlink()
+        return False
+
+    def _download(self, name: str, target: Path, most_bytes: int) -> bool:
+        """Return whether there is the file; one of another size is found by its hash."""
+
+        def download() -> bool:
+            try:
+                self._store.download(name, target, most_bytes)
+            except FileNotFoundError:
+                target.unlink()
+                return False
+            return True
+
+        return self._repeated(download)
+
+    def _repeated(self, action: Callable[[], T]) -> T:
+        try:
+            return retried(action, growing(_FIRST_WAIT_S, _MOST_WAIT_S), self._reconnects, _ATTEMPTS)
+        except PermissionError as error:
+            raise ConfigError(f"{self._setting} {self._given}: no permission: {describe(error)}") from None
+        except FileNotFoundError:
+            raise self.missing() from None
+        except Exception as error:  # noqa: BLE001 - a storage library can raise anything
+            raise RunError(f"{self._setting} {self._given}: the storage cannot be read: {describe(error)}") from None
+
+    def _reconnects(self, error: Exception) -> bool:
+        """Return whether a request that failed is repeated, on a new connection."""
+        if isinstance(error, _NOT_REPEATED):
+            return False
+        self._store.disconnect()
+        return True
+
+
+def _content_of(path: Path) -> Content:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while True:
+            chunk = file.read(_CHUNK_BYTES)
+            if not chunk:
+                return Content(path.stat().st_size, digest.hexdigest())
+            digest.update(chunk)

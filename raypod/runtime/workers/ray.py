@@ -1,0 +1,373 @@
+"""A fleet under Ray: one placement group with a bundle per host, one actor per instance, in host order.
+
+The modules `runtime/workers/ray*` are the only ones of training that call Ray; they convert its errors to raypod's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+
+from raypod.events import CallReport, ClockReading, EvaluationReport, HeartbeatReport, InstanceStarted
+from raypod.plan.elastic import Room
+from raypod.plan.plan import Leg, Plan
+from raypod.runtime.worker.control import IDLE
+from raypod.runtime.worker.process import InstanceProcess
+from raypod.runtime.workers.base import Beat, Family, FleetBroken, Labels, failure_of
+from raypod.runtime.workers.ray_nodes import (
+    draining_hosts,
+    host_name,
+    match_hosts,
+    peers_of,
+    read_clocks,
+    wait_for_nodes,
+)
+from raypod.runtime.workers.ray_replace import ProcessKiller, Replacements
+from raypod.runtime.workers.ray_reservation import Reservation, reserve
+from raypod.runtime.workers.ray_room import HostRoom
+from raypod.runtime.workers.ray_server import RayMetrics, RayServer, serve_here, serve_on
+from raypod.runtime.workers.ray_session import RaySession
+from raypod.runtime.workers.ray_standby import Standbys
+from raypod.runtime.workers.ray_watch import Requests, Watch
+from raypod.system.command_line import counted
+from raypod.system.process import StepTimer
+from raypod.training.checkpoint.resume import way_to_continue
+
+_UNRESPONSIVE_S = 2.0  # ping timeout on abnormal shutdown
+_DRAINING_INTERVAL_S = 2.0  # between two requests of the draining nodes
+
+
+class RayFleet:
+    """Runs each instance in a Ray actor. See `Fleet` for the methods."""
+
+    def __init__(self, plan: Plan, log: Callable[[str], None] = lambda line: None) -> None:
+        """`log` receives a line for the user while `start` waits for hosts."""
+        self._plan, self._bounds, self._log = plan, plan.config.run, log
+        self._full = plan  # that of `resize` can be a smaller one
+        self._start_bound = (self._bounds.start_timeout_s, "run.start_timeout_s")
+        # An instance that responds handles a request during a leg at once. One that does not is silent before this.
+        self._leg_bound = (self._bounds.silent_after_s + self._bounds.stop_timeout_s, "run.stop_timeout_s")
+        way_out = functools.partial(way_to_continue, plan.run_dir)
+        session = (plan.placement, plan.config.pod.cluster, "torch", self._start_bound)
+        self._session = RaySession(*session, way_out, "--fleet inline --num-instances 1, which needs no Ray")
+        self._ray: Any = None
+        self._killer: Optional[ProcessKiller] = None
+        self._reservation: Optional[Reservation] = None
+        self._reserved_nodes: List[Dict[str, Any]] = []  # of the hosts of the plan
+        self._standbys: Optional[Standbys] = None
+        self._actors: List[Any] = []
+        self._nodes: List[Dict[str, Any]] = []  # the Ray node of each actor
+        self._watch: Optional[Watch] = None
+        self._started: List[InstanceStarted] = []
+        self._servers: List[RayServer] = []
+        self._exported: Optional[Tuple[Callable[[], Iterable[Family]], Labels]] = None
+        self._metrics: Optional[RayMetrics] = None
+        self._generation = 0
+        self._draining: List[str] = []
+        self._draining_s = 0.0
+        self._abandons_loading = False
+        self.must_leave: Callable[[], bool] = lambda: False
+        self._is_idle = False  # all instances respond, and none runs a leg
+        self._timer = StepTimer()
+        self.start_seconds = self._timer.steps
+
+    def start(self) -> List[InstanceStarted]:
+        """See `Fleet.start`."""
+        self._timer.begin()
+        self._ray = self._session.open(self._log)
+        self._killer = ProcessKiller(self._ray)
+        self._timer.end("start or join Ray")
+        placement = self._plan.placement
+        nodes = wait_for_nodes(self._ray, placement, self._plan.config.pod.wait_hosts, self._log)
+        self._timer.end("wait for hosts")
+        try:
+            self._start_instances(nodes)
+        except FleetBroken as broken:  # a failed start is not repaired
+            raise failure_of(broken.losses[0]) if broken.losses else broken from None
+        if self._exported is not None:
+            metrics = importlib.import_module("ray.util.metrics")
+            self._metrics = RayMetrics(metrics, *self._exported, self._log)
+        return self._started
+
+    def call(self, method: str, *arguments: Any) -> List[Any]:
+        """See `Fleet.call`."""
+        bound = (self._bounds.report_timeout_s, "run.report_timeout_s")
+        return self._all(f"{method} of all instances", bound, "call", method, *arguments)
+
+    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        """See `Fleet.run`."""
+        assert self._watch is not None, "start comes first"
+        streams = {
+            actor.run.options(num_returns="streaming").remote(leg): index for index, actor in enumerate(self._actors)
+        }
+        self._is_idle = False
+        self._watch.add_streams(streams)
+        pause: Optional[Requests] = None
+        stop: Optional[Requests] = None
+        for index, reports in self._watch.follow():
+            if index is not None:
+                yield from reports
+            elif pause is None:
+                pause = self._request_now("pause") if stop_requested() else None
+            elif pause.are_done and stop is None:
+                stop = self._request_now("stop_after", max(pause.results.values()))
+            elif stop is not None and stop.are_done and self._abandons_loading:
+                self._abandons_loading = False
+                self._request_now("end_loading")
+        if pause is not None:
+            self._all("reopen of all instances", self._leg_bound, "call_now", "reopen")
+        self._is_idle = True
+
+    def abandon_loading(self) -> None:
+        """See `Fleet.abandon_loading`."""
+        self._abandons_loading = True
+
+    def evaluate(self, is_abandoned: Callable[[], bool]) -> Optional[List[EvaluationReport]]:
+        """See `Fleet.evaluate`."""
+        assert self._watch is not None, "start comes first"
+        self._is_idle = False
+        refs = {actor.call.remote("evaluate"): index for index, actor in enumerate(self._actors)}
+        bound = (self._bounds.report_timeout_s, "run.report_timeout_s")
+        evaluated = self._watch.add_requests(refs, "evaluate of all instances", bound)
+        abandoned: Optional[Requests] = None
+        for _ in self._watch.follow():
+            if abandoned is None and is_abandoned():
+                abandoned = self._request_now("abandon_evaluation")
+        self._is_idle = True
+        return [evaluated.results[index] for index in range(len(self._actors))] if abandoned is None else None
+
+    def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        """See `Fleet.repair`."""
+        assert self._killer is not None, "start comes first"
+        self._is_idle = False
+        self._draining_s = 0.0
+        self._generation += 1
+        for index in lost:
+            self._killer.kill(self._actors[index])
+        replacements = self._replacements().start(lost, self._nodes, may_share_hosts, self._replacement)
+        for index, replacement in replacements.items():
+            self._actors[index], self._nodes[index] = replacement.actor, replacement.node
+        survivors = [index for index in range(len(self._actors)) if index not in lost]
+        self._watch = self._new_watch(survivors)
+        building = {self._actors[index].build.remote(): index for index in lost}
+        leaving = {self._actors[index].call.remote("leave"): index for index in survivors}
+        built = self._watch.add_requests(building, "the replacements to start", self._start_bound)
+        try:
+            positions = self._watch.results(leaving, "the survivors to close their connections", self._start_bound)
+        finally:  # a replacement that is ready stays if the next attempt replaces others
+            self._started = [built.results.get(index, before) for index, before in enumerate(self._started)]
+        self._rendezvous(survivors[0] if survivors else 0)
+        self._fill_standbys()
+        self._is_idle = True
+        return positions
+
+    def release(self, survivors: Sequence[int]) -> Dict[int, int]:
+        """See `Fleet.release`."""
+        self._is_idle = False
+        self._watch = self._new_watch(survivors)
+        return self.call_on(survivors, "leave")
+
+    def call_on(self, instances: Sequence[int], method: str, *arguments: Any) -> Dict[int, Any]:
+        """See `Fleet.call_on`."""
+        assert self._watch is not None, "start comes first"
+        refs = {self._actors[index].call.remote(method, *arguments): index for index in instances}
+        bound = (self._bounds.report_timeout_s, "run.report_timeout_s")
+        return self._watch.results(refs, f"{method} of {counted(len(refs), 'instance')}", bound)
+
+    def room(self) -> List[Room]:
+        """See `ElasticFleet.room`."""
+        return HostRoom(self._ray, self._full, self._log).alive()
+
+    def wait_for_room(self, is_enough: Callable[[List[Room]], bool], stop_requested: Callable[[], bool]) -> List[Room]:
+        """See `ElasticFleet.wait_for_room`."""
+        return HostRoom(self._ray, self._full, self._log).wait(is_enough, stop_requested)
+
+    def resize(self, plan: Plan) -> List[InstanceStarted]:
+        """See `ElasticFleet.resize`."""
+        self._end_instances()
+        self._plan, self._actors, self._nodes, self._started = plan, [], [], []
+        self._draining_s = 0.0
+        self._generation += 1
+        self._start_instances(match_hosts(self._ray, plan.placement))
+        return self._started
+
+    def draining(self) -> List[str]:
+        """See `Fleet.draining`."""
+        if time.monotonic() - self._draining_s > _DRAINING_INTERVAL_S:
+            self._draining_s = time.monotonic()
+            self._draining = draining_hosts(self._plan.placement, self._nodes)
+        return self._draining
+
+    def has_room_for(self, instances: Tuple[int, ...], may_share_hosts: bool) -> bool:
+        """See `Fleet.has_room_for`."""
+        return self._replacements().has_room_for(instances, self._nodes, may_share_hosts)
+
+    def hosts(self) -> List[str]:
+        """See `Fleet.hosts`."""
+        return [host_name(self._plan.placement, node) for node in self._nodes]
+
+    def started(self) -> List[InstanceStarted]:
+        """See `Fleet.started`."""
+        # An instance knows only the host of the plan, also where it replaces another one elsewhere.
+        return [dataclasses.replace(each, host=host) for each, host in zip(self._started, self.hosts())]
+
+    def heartbeats(self) -> Dict[int, Beat]:
+        """See `Fleet.heartbeats`."""
+        return self._watch.beats() if self._watch is not None else {}
+
+    def export_metrics(self, collect: Callable[[], Iterable[Family]], constant: Labels) -> None:
+        """See `Fleet.export_metrics`."""
+        self._exported = (collect, constant)
+
+    def clocks(self) -> Dict[int, ClockReading]:
+        """See `Fleet.clocks`."""
+        return read_clocks(self._ray, self._actors, [str(node["NodeID"]) for node in self._nodes])
+
+    def serve(self, kind: Callable[..., Any], *arguments: Any) -> RayServer:
+        """See `Fleet.serve`."""
+        self._servers.append(serve_here(self._ray, kind, *arguments))
+        return self._servers[-1]
+
+    def peers(self) -> List[str]:
+        """See `Fleet.peers`."""
+        return peers_of(self._ray, self._full.placement.cluster)
+
+    def serve_on(self, host: str, kind: Callable[..., Any], *arguments: Any) -> RayServer:
+        """See `Fleet.serve_on`."""
+        return serve_on(self._ray, self._full.placement.cluster, host, kind, *arguments)
+
+    def close(self) -> None:
+        """See `Fleet.close`."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        try:
+            if self._ray is not None and self._ray.is_initialized():
+                self._end_actors()
+        finally:
+            self._actors, self._reservation, self._ray = [], None, None
+            self._session.close()
+
+    def _start_instances(self, nodes: List[Dict[str, Any]]) -> None:
+        """Start the actors of the plan on the nodes of its hosts, and form their process group."""
+        assert self._killer is not None, "start comes first"
+        placement = self._plan.placement
+        self._reservation = reserve(self._ray, placement, nodes, self._start_bound)
+        self._reserved_nodes = nodes
+        for spec in placement.instances:
+            share = len(placement.instances_on(spec.host_index))
+            node, options = nodes[spec.host_index], self._reservation.options(spec.host_index, share)
+            self._actors.append(self._start_actor(spec.index, node, options))
+            self._nodes.append(node)
+        self._watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
+        self._started = self._all("the instances to start", self._start_bound, "build")
+        self._watch.use_defaults_of(self._started[0].device)
+        self._timer.end("start the instances")
+        self._rendezvous(0)
+        self._timer.end("meet")
+        self._standbys = Standbys(self._ray, self._plan, self._start_actor, self._killer.kill_frozen, self._log)
+        self._fill_standbys()
+
+    def _new_watch(self, survivors: Sequence[int]) -> Watch:
+        """Return a watch of the current actors, in which only the survivors can be silent."""
+        assert self._killer is not None, "start comes first"
+        before = self._watch.heartbeats() if self._watch is not None else {}
+        watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
+        watch.use_defaults_of(self._started[0].device)
+        watch.record_heartbeats({index: _as_idle(before.get(index)) for index in survivors})
+        return watch
+
+    def _replacements(self) -> Replacements:
+        assert self._reservation is not None, "start comes first"
+        assert self._killer is not None, "start comes first"
+        return Replacements(self._ray, self._plan, self._reservation, self._killer, self.must_leave)
+
+    def _fill_standbys(self) -> None:
+        assert self._standbys is not None, "start comes first"
+        self._standbys.fill(self._reserved_nodes)
+
+    def _replacement(self, index: int, node: Dict[str, Any], options: Dict[str, Any]) -> Any:
+        """Return a standby, or start an actor, for a lost instance."""
+        assert self._standbys is not None, "start comes first"
+        return self._standbys.take(index, node) or self._start_actor(index, node, options)
+
+    def _start_actor(self, index: Optional[int], node: Dict[str, Any], options: Dict[str, Any]) -> Any:
+        """Start the actor of an instance, or of a standby (None); `options` place it on the Ray node `node`."""
+        assert self._killer is not None, "start comes first"
+        concurrency = {"max_concurrency": 8}  # so that heartbeats and `pause` are handled during a leg
+        actor_class = self._ray.remote(InstanceProcess)
+        actor = actor_class.options(**options, **concurrency).remote(self._plan, index, str(Path.cwd()))
+        self._killer.register(actor, node)
+        return actor
+
+    def _rendezvous(self, root: int) -> None:
+        """Form the process group of all instances through a rendezvous that instance `root` opens."""
+        assert self._watch is not None, "start comes first"
+        environment: Dict[str, str] = {}
+        if len(self._actors) > 1:
+            hosts = [node["NodeManagerAddress"] for node in self._nodes]
+            if self._plan.placement.cluster.data_network is not None:
+                hosts = self._all("the addresses in the data network", self._start_bound, "call", "data_address")
+            opened = self._actors[root].call.remote("open_rendezvous", hosts[root], self._generation)
+            what = "an instance to open the rendezvous"
+            environment = self._watch.results({opened: root}, what, self._start_bound)[root]
+        self._all("the instances to form the process group", self._start_bound, "call", "join", environment)
+        # From its first heartbeat on, an instance can be silent.
+        self._watch.record_heartbeats(dict(enumerate(self._all("the first heartbeats", self._start_bound, "beat"))))
+
+    def _all(self, what: str, bound: Tuple[float, str], verb: str, *arguments: Any) -> List[Any]:
+        """Return the results of the method `verb` of all actors, in instance order."""
+        assert self._watch is not None, "start comes first"
+        self._is_idle = False
+        refs = {getattr(actor, verb).remote(*arguments): index for index, actor in enumerate(self._actors)}
+        results = self._watch.results(refs, what, bound)
+        self._is_idle = True
+        return [results[index] for index in range(len(self._actors))]
+
+    def _request_now(self, method: str, *arguments: Any) -> Requests:
+        """Request a call of all instances while a leg runs."""
+        assert self._watch is not None, "start comes first"
+        refs = {actor.call_now.remote(method, *arguments): index for index, actor in enumerate(self._actors)}
+        return self._watch.add_requests(refs, f"{method} of all instances", self._leg_bound)
+
+    def _end_actors(self) -> None:
+        assert self._killer is not None, "start comes first"
+        self._end_instances()
+        for server in self._servers:
+            server.close()
+        self._killer.close()
+
+    def _end_instances(self) -> None:
+        """End all actors, and the reservation of their hosts."""
+        assert self._killer is not None, "start comes first"
+        if self._standbys is not None:
+            self._standbys.close()
+        if self._is_idle:  # let the instances close what they have opened
+            requests = {actor.call.remote("close"): actor for actor in self._actors}
+            frozen = self._unresponsive(requests, self._bounds.stop_timeout_s)
+        else:
+            frozen = self._unresponsive({actor.beat.remote(): actor for actor in self._actors}, _UNRESPONSIVE_S)
+        for actor in self._actors:
+            if actor in frozen:
+                self._killer.kill_frozen(actor)
+            else:
+                self._killer.kill(actor)
+        if self._reservation is not None:
+            self._reservation.release(self._ray)
+            self._reservation = None
+
+    def _unresponsive(self, requests: Dict[Any, Any], timeout_s: float) -> List[Any]:
+        """Return the actors that do not reply to their request within a time."""
+        if not requests:
+            return []
+        _, late = self._ray.wait(list(requests), num_returns=len(requests), timeout=timeout_s)
+        return [requests[ref] for ref in late]
+
+
+def _as_idle(report: Optional[HeartbeatReport]) -> Optional[HeartbeatReport]:
+    """Return the heartbeat of a survivor during a repair: it waits for nothing any more."""
+    return report and dataclasses.replace(report, activity=IDLE, duration_s=0.0, waits_for_others=False)

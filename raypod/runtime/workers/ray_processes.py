@@ -1,0 +1,114 @@
+"""The processes of a local Ray session: each leads a session (setsid) of its own, and a reaper kills what they leave.
+
+A signal to this process's group (`timeout`, a job manager, a terminal) then reaches only this process, which stops the
+run in order. If this process is killed, Ray's agents and workers would continue for minutes; the reaper kills them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import subprocess
+import time
+from typing import Any, Iterator
+
+from raypod.runtime.workers import ray_reaper
+from raypod.system.process import script_command
+
+_REAPER_S = 10.0  # longer than the reaper takes
+_RAY_WAITS_S = 30.0
+
+
+class RayProcesses:
+    """Starts the reaper; `close` or the end of this process lets it kill the processes of the Ray session."""
+
+    def __init__(self) -> None:
+        null = subprocess.DEVNULL
+        self._reaper = subprocess.Popen(
+            script_command(str(ray_reaper.__file__)),
+            stdin=subprocess.PIPE,
+            stdout=null,
+            stderr=null,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    @contextlib.contextmanager
+    def started_by(self, services: Any) -> Iterator[None]:
+        """Within this context, `ray._private.services` starts each process in a session of its own."""
+        before = services.ConsolePopen
+
+        def start(*arguments: Any, **options: Any) -> Any:
+            process = before(*arguments, **options, start_new_session=True)
+            self._register(process.pid)
+            return process
+
+        services.ConsolePopen = start
+        try:
+            yield
+        finally:
+            services.ConsolePopen = before
+
+    def close(self) -> None:
+        """Kill what is left of the Ray session, and wait for the reaper, for at most 10 s."""
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the kernel cannot end; the reaper waits
+            self._reaper.wait(_REAPER_S)
+
+    def _register(self, pid: int) -> None:
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.write(f"{pid}\n".encode())
+        self._reaper.stdin.flush()
+
+
+@contextlib.contextmanager
+def only_needed(ray: Any) -> Iterator[None]:
+    """Start none of the Python processes of Ray's head that a local session has no use for.
+
+    These are the autoscaler, the log monitor (logs are not sent to the driver), and the dashboard's server, for whose
+    start `ray.init` waits even without a dashboard. They take 1.4 core-seconds while the workers import torch.
+    """
+    node = ray._private.node.Node
+    skipped = {
+        "start_monitor": lambda self: None,
+        "start_log_monitor": lambda self: None,
+        "start_api_server": lambda self, **options: setattr(self, "_webui_url", ""),
+    }
+    replaced = {name: getattr(node, name) for name in skipped}
+    for name, method in skipped.items():
+        setattr(node, name, method)
+    try:
+        yield
+    finally:
+        for name, method in replaced.items():
+            setattr(node, name, method)
+
+
+@contextlib.contextmanager
+def patient(services: Any, seconds: float) -> Iterator[None]:
+    """Let Ray wait for its raylet for some time, at least for the 30 s after which it gives up by itself.
+
+    Ray waits in C++ for `RAY_raylet_start_wait_time_s`, during which no signal is handled, and repeats that.
+    """
+    names = [name for name in ("get_node", "wait_for_node") if hasattr(services, name)]  # the second one until 2.10
+    replaced = {name: getattr(services, name) for name in names}
+
+    def get_node(*arguments: Any) -> Any:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return replaced["get_node"](*arguments)
+            except RuntimeError:  # the raylet is not known yet
+                if time.monotonic() > deadline:
+                    raise
+
+    if "get_node" in replaced:
+        services.get_node = get_node
+    if "wait_for_node" in replaced:
+        services.wait_for_node = functools.partial(replaced["wait_for_node"], timeout=max(_RAY_WAITS_S, seconds))
+    try:
+        yield
+    finally:
+        for name, function in replaced.items():
+            setattr(services, name, function)

@@ -1,0 +1,75 @@
+"""Folders and files in a place where others can write, as /tmp: they count only if they belong to this user alone.
+
+Who creates `/tmp/ray-root` before root does can replace the files and sockets in it, or link them to files of root.
+`python3 private.py [--check] FOLDER...` creates the folders (not with --check) and exits with 1 if one must not be
+used: the start commands of the cluster files run it on hosts that may lack raypod. It needs only Python 3.6.
+"""
+
+import contextlib
+import os
+import stat
+import sys
+from typing import Optional, Sequence
+
+ROOT = 0
+
+
+def make_private(path: str) -> str:
+    """Create a folder, mode 0700, unless it exists. Return why it must not be used; "" if only this user can."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)  # noqa: PTH100, PTH103, PTH120
+            os.mkdir(path, 0o700)  # noqa: PTH102
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return why_not_private(path, os.getuid())
+
+
+def why_not_private(path: str, owner: int) -> str:
+    """Return why a user (uid) must not use a folder, for a message; "" if only this user can, or if it is missing."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    mode = stat.S_IMODE(found.st_mode)
+    if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
+        kind = "symbolic link" if stat.S_ISLNK(found.st_mode) else "file"
+        return f"{path} is a {kind} of uid {found.st_uid}, not a folder: remove it"
+    if found.st_uid != owner:
+        return f"{path} belongs to uid {found.st_uid}, not to {owner}: remove it"
+    if mode & 0o077:
+        return f"{path} is open to other users (mode {mode:04o}): check what is in it, then chmod 700 it, or remove it"
+    return ""
+
+
+def read_file_of(path: str, owners: Sequence[int], most_bytes: int) -> Optional[bytes]:
+    """Return the beginning of a regular file that one of these users (uids) owns, and that no other can write.
+
+    None for anything else.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid not in owners or found.st_mode & 0o022:
+                return None
+            return file.read(most_bytes)
+    except OSError:
+        return None
+
+
+def main(words: Sequence[str]) -> int:
+    """Check the folders, and create those that are missing."""
+    is_check = words[:1] == ["--check"]
+    folders = words[is_check:]
+    found = [why_not_private(each, os.getuid()) if is_check else make_private(each) for each in folders]
+    problems = [problem for problem in found if problem]
+    for problem in problems:
+        sys.stderr.write(f"{problem}\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

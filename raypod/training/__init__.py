@@ -1,0 +1,1 @@
+"""What a training consists of: its data, models, tasks and checkpoints."""

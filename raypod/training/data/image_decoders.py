@@ -1,0 +1,268 @@
+"""From the bytes of an image file to a sample: decoded, cropped, resized and flipped, by Pillow or by simplejpeg.
+
+Both draw the same crops and flips, with torch's global random numbers in the order of torchvision's transforms.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+import io
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple, Type
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from raypod.errors import ConfigError
+from raypod.plan.config import MAX_IMAGE_PIXELS, DataSection
+from raypod.system import torchvision_import
+from raypod.training.data.pixels import check_pixels, eight_bit, open_image
+
+torchvision_import.install()
+from torchvision import transforms  # noqa: E402 - needs the import hook above
+
+_RESIZE = 256 / 224  # before the center crop of evaluation (He et al. 2016)
+_FACTORS = (8, 4, 2)  # by which libjpeg-turbo reduces an image while it decodes it; others are not faster
+_BLOCK_ROWS, _NEIGHBORS = 32, 4  # of pixels: at most in a coded unit, and below a pixel that its color depends on
+_SEQUENTIAL, _SCAN, _END = (0xC0, 0xC1), 0xDA, b"\xff\xd9"  # markers of a JPEG file
+_OTHER_FRAMES = (*range(0xC2, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0))
+
+
+class Window(NamedTuple):
+    """What becomes of an image: a part of it is resized, a square is cut from that, and flipped.
+
+    Attributes:
+        top, left, height, width: the part, in pixels of the image.
+        rows, columns: the size of the resized part.
+        first_row, first_column: where the square begins in it.
+    """
+
+    top: int
+    left: int
+    height: int
+    width: int
+    rows: int
+    columns: int
+    first_row: int
+    first_column: int
+    is_flipped: bool
+
+
+class Preparation(abc.ABC):
+    """Makes the sample of an image, uint8 [3, side, side].
+
+    Args:
+        side: height and width of the samples.
+        is_random: random resized crops; otherwise the center of the resized image.
+        flips: flip half of the random crops.
+        max_pixels: of an image; a larger one is refused before it is decoded.
+    """
+
+    def __init__(self, side: int, is_random: bool, flips: bool, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
+        self._side, self._is_random, self._flips, self._max_pixels = side, is_random, flips, max_pixels
+
+    @abc.abstractmethod
+    def __call__(self, image: Any) -> torch.Tensor:
+        """Return the sample of a Pillow image."""
+
+    def decode(self, data: bytes) -> torch.Tensor:
+        """Return the sample of an image file. Any exception if it is damaged."""
+        return self(_decoded_by_pillow(data, self._max_pixels))
+
+
+class PillowPreparation(Preparation):
+    """Decodes and resizes with Pillow, as torchvision does."""
+
+    def __init__(self, side: int, is_random: bool, flips: bool, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
+        super().__init__(side, is_random, flips, max_pixels)
+        flip = [transforms.RandomHorizontalFlip()] if flips else []
+        crop = [transforms.RandomResizedCrop(side), *flip]
+        center = [transforms.Resize(round(side * _RESIZE)), transforms.CenterCrop(side)]
+        self._transform = transforms.Compose([*(crop if is_random else center), transforms.PILToTensor()])
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        """Return the sample of a Pillow image."""
+        sample: torch.Tensor = self._transform(eight_bit(image, "RGB"))
+        return sample
+
+
+class SimplejpegPreparation(Preparation):
+    """Decodes JPEG files with simplejpeg, and resizes with torch.
+
+    An image whose part is at least twice as large as the sample is reduced while it is decoded, to 1/2, 1/4 or 1/8 of
+    its sides. Decoding ends below the part. Files that simplejpeg does not decode are left to Pillow: other formats,
+    CMYK, damaged files.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+
+    def __init__(self, side: int, is_random: bool, flips: bool, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
+        super().__init__(side, is_random, flips, max_pixels)
+        _simplejpeg()
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        """Return the sample of a Pillow image."""
+        pixels = np.asarray(eight_bit(image, "RGB"))
+        return _cut(pixels, self._window(*pixels.shape[:2]), 1, self._side)
+
+    def decode(self, data: bytes) -> torch.Tensor:
+        """Return the sample of an image file. Any exception if it is damaged."""
+        size = _size_of_jpeg(data)
+        if size is None:
+            return super().decode(data)
+        check_pixels(*size, self._max_pixels)
+        window = self._window(*size)
+        factor = next((each for each in _FACTORS if _reduced_by(each, window)), 1)
+        height = min(size[0], -(-(window.top + window.height + _NEIGHBORS) // _BLOCK_ROWS) * _BLOCK_ROWS)
+        shortened = None if height == size[0] else _shortened(data, height)
+        height = size[0] if shortened is None else height
+        least = {"min_height": -(-height // factor), "min_width": -(-size[1] // factor)}
+        try:  # the rest of a shortened file is a warning, which is an error if it is strict
+            pixels = _simplejpeg().decode_jpeg(shortened or data, "RGB", strict=shortened is None, **least)
+        except ValueError:  # also what other decoders only warn of
+            factor, pixels = 1, np.asarray(eight_bit(_decoded_by_pillow(data, self._max_pixels), "RGB"))
+        return _cut(pixels, window, factor, self._side)
+
+    def _window(self, height: int, width: int) -> Window:
+        """Return the window of an image; draws as torchvision's RandomResizedCrop and RandomHorizontalFlip."""
+        side = self._side
+        if self._is_random:
+            image = torch.empty(3, height, width, device="meta")
+            crop = transforms.RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
+            top, left, rows, columns = crop
+            is_flipped = self._flips and bool(torch.rand(1) < 0.5)
+            return Window(top, left, rows, columns, side, side, 0, 0, is_flipped)
+        shorter = round(side * _RESIZE)
+        longer = int(shorter * max(height, width) / min(height, width))
+        rows, columns = (shorter, longer) if height <= width else (longer, shorter)
+        first_row, first_column = (int(round((length - side) / 2.0)) for length in (rows, columns))
+        return Window(0, 0, height, width, rows, columns, first_row, first_column, False)
+
+
+class FurtherChanged(Preparation):
+    """A preparation whose samples torchvision changes further, with random numbers of torch's global generator.
+
+    Args:
+        first: makes the samples.
+        data: the section of the config, whose policy is applied before the random erasing.
+        mean: of images scaled to [0, 1], with which rectangles are erased: one value per channel.
+    """
+
+    def __init__(self, first: Preparation, data: DataSection, mean: Sequence[float]) -> None:
+        self._first, steps = first, []
+        if data.policy == "rand-augment":
+            steps.append(transforms.RandAugment(data.rand_augment_ops, data.rand_augment_magnitude))
+        elif data.policy == "auto-augment":
+            steps.append(transforms.AutoAugment())  # the policy for ImageNet
+        if data.random_erasing:
+            steps.append(transforms.RandomErasing(data.random_erasing, value=[round(255 * each) for each in mean]))
+        self._changes = transforms.Compose(steps)
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        """Return the sample of a Pillow image."""
+        sample: torch.Tensor = self._changes(self._first(image))
+        return sample
+
+    def decode(self, data: bytes) -> torch.Tensor:
+        """Return the sample of an image file. Any exception if it is damaged."""
+        sample: torch.Tensor = self._changes(self._first.decode(data))
+        return sample
+
+
+_PREPARATIONS: Dict[str, Type[Preparation]] = {"pillow": PillowPreparation, "simplejpeg": SimplejpegPreparation}
+
+
+def preparation(
+    decoder: str, side: int, is_random: bool, flips: bool, max_pixels: int = MAX_IMAGE_PIXELS
+) -> Preparation:
+    """Return the preparation with a decoder, "pillow" or "simplejpeg". ConfigError if its package is missing."""
+    return _PREPARATIONS[decoder](side, is_random, flips, max_pixels)
+
+
+def _simplejpeg() -> Any:
+    try:
+        return importlib.import_module("simplejpeg")
+    except ImportError as error:
+        raise ConfigError(
+            f"--jpeg-decoder simplejpeg needs the package simplejpeg on every host ({error}): "
+            "pip install 'raypod[jpeg]', or use --jpeg-decoder pillow, which computes other bits"
+        ) from None
+
+
+def _decoded_by_pillow(data: bytes, max_pixels: int) -> Any:
+    image = open_image(io.BytesIO(data), max_pixels)
+    image.load()
+    return image
+
+
+def _size_of_jpeg(data: bytes) -> Optional[Tuple[int, int]]:
+    """Return the height and the width of a file that simplejpeg can decode to RGB; None for others."""
+    try:
+        height, width, color, _ = _simplejpeg().decode_jpeg_header(data)
+    except ValueError:
+        return None
+    return (height, width) if color in ("YCbCr", "Gray", "RGB") else None
+
+
+def _shortened(data: bytes, height: int) -> Optional[bytearray]:
+    """Return a JPEG file of which decoders read only the first `height` rows, whose pixels remain the same.
+
+    None if it is incomplete, or if its rows do not follow each other in one scan, as those of progressive files.
+    """
+    position, height_at = 2, 0
+    try:
+        while data[position] == 0xFF:
+            marker, length = data[position + 1], int.from_bytes(data[position + 2 : position + 4], "big")
+            if marker in _SEQUENTIAL:
+                height_at, components = position + 5, data[position + 9]
+            elif marker in _OTHER_FRAMES:
+                return None
+            elif marker == _SCAN:
+                if not height_at or data[position + 4] != components or not data.endswith(_END):
+                    return None
+                shortened = bytearray(data)
+                shortened[height_at : height_at + 2] = height.to_bytes(2, "big")
+                return shortened
+            position += 2 + length
+    except IndexError:
+        pass  # the file ends before its first scan
+    return None
+
+
+def _reduced_by(factor: int, window: Window) -> bool:
+    """Whether the part of the image, reduced by a factor, is at least as large as what it is resized to."""
+    return window.height >= factor * window.rows and window.width >= factor * window.columns
+
+
+def _cut(pixels: np.ndarray, window: Window, factor: int, side: int) -> torch.Tensor:
+    """Return uint8 [3, side, side].
+
+    Args:
+        pixels: uint8 [height, width, 3], the image reduced by `factor`.
+        window: in pixels of the image before its reduction.
+    """
+    top, left, height, width = window[:4]
+    if factor == 1:
+        # A copy, because torch 2.0 takes the rows of a view for adjacent; it also makes up for its own time.
+        part = torch.from_numpy(pixels[top : top + height, left : left + width].copy()).permute(2, 0, 1)
+        size = window.rows, window.columns
+        resized = functional.interpolate(part[None], size, mode="bilinear", antialias=True, align_corners=False)[0]
+    else:
+        resized = torch.from_numpy(_resized_by_pillow(pixels, window, factor)).permute(2, 0, 1)
+    rows = slice(window.first_row, window.first_row + side)
+    columns = slice(window.first_column, window.first_column + side)
+    square = resized[:, rows, columns]
+    return (torch.flip(square, (-1,)) if window.is_flipped else square).contiguous()
+
+
+def _resized_by_pillow(pixels: np.ndarray, window: Window, factor: int) -> np.ndarray:
+    """Resize with Pillow, which can begin and end within a pixel, as the reduced part does."""
+    from PIL import Image
+
+    left, top = window.left / factor, window.top / factor
+    box = (left, top, left + window.width / factor, top + window.height / factor)
+    size = (window.columns, window.rows)
+    resized: np.ndarray = np.array(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR, box=box))
+    return resized

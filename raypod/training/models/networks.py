@@ -1,0 +1,237 @@
+"""Networks by name or of the user, and replacements of their batch normalization.
+
+`resnet8`, `resnet14`, `resnet20` are the residual networks for small images of He et al. 2016, section 4.2 (6n + 2
+layers). `resnet18` and larger come from torchvision; for images under 64 pixels their stem is one 3x3 convolution of
+stride 1 without pooling, as is usual for CIFAR. The vision transformers are torchvision's: ViT-B/16, and two small ones
+that divide an image of any size into 8 x 8 patches. `mobile_networks` and `library_models`
+have the others.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Dict, Tuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from raypod.errors import ConfigError
+from raypod.plan import user_code
+from raypod.plan.config import (
+    MOBILE_NETWORKS,
+    SMALL_RESNETS,
+    TIMM,
+    TORCHVISION,
+    TORCHVISION_RESNETS,
+    VISION_TRANSFORMERS,
+    Config,
+    TrainingSection,
+)
+from raypod.system import torchvision_import
+from raypod.training.models import library_models, mobile_networks
+
+# Layers, heads, width, width of the MLP (Dosovitskiy et al. 2021, table 1; the small ones have fewer layers).
+_TRANSFORMERS: Dict[str, Tuple[int, int, int, int]] = {
+    "vit_tiny": (6, 3, 192, 768),
+    "vit_small": (8, 6, 384, 1536),
+    "vit_b_16": (12, 12, 768, 3072),
+}
+_PATCHES = 8  # of the small transformers, per side; each at least 2x2 pixels
+_POSITIONS_STD = 0.5
+_GROUPS, _EPS = 32, 1e-5  # of group normalization (Wu and He 2018), and torch's default
+
+
+def build_model(config: Config, channels: int, side: int, classes: int) -> nn.Module:
+    """Return the network of a config, which maps float32 [n, channels, side, side] to logits [n, classes].
+
+    Raises:
+        ConfigError: the user's function cannot be used, or the network does not fit the images or `training.norm`.
+    """
+    network = _network(config, channels, side, classes)
+    if config.training.norm != "batch":
+        replace_batch_norms(network, config.training)
+    return network
+
+
+def _network(config: Config, channels: int, side: int, classes: int) -> nn.Module:
+    name = config.training.model
+    if name == "tiny":
+        return Tiny(channels, classes)
+    if name in SMALL_RESNETS:
+        return SmallResNet(1 + SMALL_RESNETS.index(name), channels, classes)
+    if name in TORCHVISION_RESNETS:
+        stem = config.training.stem
+        has_small_stem = side < 64 if stem == "auto" else stem == "cifar"
+        network = _torchvision_resnet(name, channels, classes, has_small_stem)
+        if config.training.zero_init_residual:
+            _zero_last_norms(network)
+        return network
+    if name in MOBILE_NETWORKS:
+        return mobile_networks.build(config.training, channels, classes)
+    if name.startswith(TIMM):
+        return mobile_networks.build_timm(name, channels, classes)
+    if name.startswith(TORCHVISION):
+        return library_models.build_torchvision(name, channels, side, classes)
+    if name in VISION_TRANSFORMERS:
+        return _vision_transformer(config.training, channels, side, classes)
+    model = user_code.call(name, "training.model", channels, classes)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"training.model = {name!r} returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+class Tiny(nn.Module):
+    """A linear classifier of the channel means, for measuring the overhead of a run."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map [n, channels, height, width] to [n, classes]."""
+        logits: torch.Tensor = self.head(images.mean(dim=(2, 3)))
+        return logits
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution if the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map [n, inputs, h, w] to [n, outputs, h / stride, w / stride]."""
+        hidden = functional.relu(self.bn1(self.conv1(inputs)))
+        return functional.relu(self.bn2(self.conv2(hidden)) + self.shortcut(inputs))
+
+
+class SmallResNet(nn.Module):
+    """Three stages of 16, 32 and 64 channels with `blocks` residual blocks each."""
+
+    def __init__(self, blocks: int, channels: int, classes: int) -> None:
+        super().__init__()
+        layers = [nn.Conv2d(channels, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+        width = 16
+        for stage, outputs in enumerate((16, 32, 64)):
+            for block in range(blocks):
+                layers.append(ResidualBlock(width, outputs, stride=2 if stage and not block else 1))
+                width = outputs
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map [n, channels, height, width] to [n, classes]."""
+        logits: torch.Tensor = self.head(self.features(images).mean(dim=(2, 3)))
+        return logits
+
+
+def _torchvision_resnet(name: str, channels: int, classes: int, has_small_stem: bool) -> nn.Module:
+    torchvision_import.install()
+    import torchvision  # takes a second, which the default model does not need
+
+    model: nn.Module = getattr(torchvision.models, name)(num_classes=classes)
+    if has_small_stem:
+        model.conv1 = nn.Conv2d(channels, 64, 3, 1, 1, bias=False)
+        model.maxpool = nn.Identity()
+    elif channels != 3:
+        model.conv1 = nn.Conv2d(channels, 64, 7, 2, 3, bias=False)
+    return model
+
+
+def _zero_last_norms(network: nn.Module) -> None:
+    """Begin as Graphcore's ResNets: the first block of a stage as its branch, and the others as the identity."""
+    for block in network.modules():
+        if isinstance(getattr(block, "bn2", None), nn.BatchNorm2d):
+            shortcut: Any = getattr(block, "downsample", None)
+            last: Any = getattr(block, "bn3", getattr(block, "bn2", None)) if shortcut is None else shortcut[1]
+            nn.init.zeros_(last.weight)
+
+
+def _vision_transformer(training: TrainingSection, channels: int, side: int, classes: int) -> nn.Module:
+    name = training.model
+    torchvision_import.install()
+    from torchvision.models.vision_transformer import VisionTransformer  # as above
+
+    is_small = name != "vit_b_16"
+    patch = max(2, side // _PATCHES) if is_small else 16
+    if side % patch:
+        raise ConfigError(
+            f"{name} divides images into patches of {patch} pixels; the image size {side} must be a multiple of it"
+        )
+    layers, heads, width, mlp_width = _TRANSFORMERS[name]
+    model: Any = VisionTransformer(
+        *(side, patch, layers, heads, width, mlp_width, training.vit_dropout, training.vit_attention_dropout),
+        num_classes=classes,
+        representation_size=training.vit_representation_size,
+    )
+    if channels != 3:
+        model.conv_proj = nn.Conv2d(channels, width, patch, patch)
+    if is_small:
+        # As large as the patch embeddings: from the usual 0.02 a small network does not learn positions on little data.
+        nn.init.normal_(model.encoder.pos_embedding, std=_POSITIONS_STD)
+    network: nn.Module = model
+    return network
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """BatchNorm with constant statistics, scale and shift: buffers with the names and values of `norm`'s.
+
+    Without loaded weights (mean 0, variance 1) it is the identity; it is for fine-tuning.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+
+    def __init__(self, norm: nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.eps = norm.eps
+        for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+            held = getattr(norm, name)  # None with affine=False or track_running_stats=False
+            fixed = torch.full((norm.num_features,), value) if held is None else held.detach().clone()
+            self.register_buffer(name, fixed)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map [n, channels, h, w] to the same shape."""
+        scale = self.weight * torch.rsqrt(self.running_var + self.eps)
+        shift = self.bias - self.running_mean * scale
+        scale, shift = scale.to(inputs.dtype), shift.to(inputs.dtype)  # float32 with half activations in 16.32
+        return inputs * scale[:, None, None] + shift[:, None, None]
+
+
+def replace_batch_norms(network: nn.Module, training: TrainingSection) -> None:
+    """Replace every `nn.BatchNorm2d` of a network, in place, by the layer of `training.norm`.
+
+    Those of timm contain the activation, which stays after the layer.
+
+    Raises:
+        ConfigError: the network has none.
+    """
+    found = [
+        (parent, name, child)
+        for parent in network.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.BatchNorm2d)
+    ]
+    if not found:
+        raise ConfigError(f"--norm {training.norm}: the model has no BatchNorm2d to replace")
+    for parent, name, child in found:
+        is_group = training.norm == "group"
+        new: nn.Module = _group_norm(child.num_features, training) if is_group else FrozenBatchNorm2d(child)
+        contained = [getattr(child, part) for part in ("drop", "act") if hasattr(child, part)]
+        setattr(parent, name, nn.Sequential(new, *contained) if contained else new)
+
+
+def _group_norm(channels: int, training: TrainingSection) -> nn.GroupNorm:
+    """Return a norm of 32 groups, or as configured; of fewer if the number does not divide `channels`."""
+    groups = math.gcd(training.norm_num_groups or _GROUPS, channels)
+    return nn.GroupNorm(groups, channels, training.norm_eps or _EPS)

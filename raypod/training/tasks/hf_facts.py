@@ -1,0 +1,119 @@
+"""The options of the tasks of transformers for text, and what planning has to know of them, without torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Tuple
+
+from pydantic import Field
+
+from raypod.plan.config import HF_CAUSAL_LM, HF_SEQUENCES, Config, TaskOptions
+from raypod.plan.metric import LOSS, Metric
+from raypod.plan.plan import DatasetSize, TaskFacts
+from raypod.plan.values import Names
+from raypod.training.data.hf_folder import HfFolder
+from raypod.training.data.labelled_text import SEQUENCES, TOKENS, Examples, read_examples
+from raypod.training.tasks import language_facts
+from raypod.training.tasks.language_facts import TextOptions
+
+# As transformers' Trainer, with the weight decay of its examples.
+DEFAULTS = {
+    "training.optimizer": "adamw",
+    "training.learning_rate": 5e-5,
+    "training.lr_schedule": "linear",
+    "training.weight_decay": 0.01,
+    "training.epochs": 3,
+}
+ACCURACY = Metric("accuracy", "higher", label="acc", unit="%", scale=100.0, formats=(".1f", ".2f"))
+_SCRATCH = "begin with random weights, also if the folder of --model has some"
+
+
+class ImageOptions(TaskOptions):
+    """The options of the task hf-image-classification."""
+
+    from_scratch: bool = Field(False, description=_SCRATCH)
+
+
+class WindowOptions(TextOptions):
+    """The options of the tasks hf-causal-lm and hf-masked-lm."""
+
+    from_scratch: bool = Field(False, description=_SCRATCH)
+
+
+class MaskedOptions(WindowOptions):
+    """The options of the task hf-masked-lm."""
+
+    masked: float = Field(0.15, gt=0, lt=1, description="fraction of the tokens that are predicted")
+
+
+class LabelledOptions(TaskOptions):
+    """The options of the tasks hf-sequence-classification and hf-token-classification."""
+
+    examples: Names = Field(
+        None,
+        description="files of JSON lines or CSV, separated by commas: text and label, or tokens and tags",
+    )
+    test_examples: Names = Field(None, description="files of the test split (default: a part of --examples)")
+    held_out: float = Field(0.1, ge=0, le=0.5, description="fraction of --examples in the test split, 0 to 0.5")
+    sequence_length: int = Field(128, ge=2, le=65_536, description="tokens of a sample; longer ones are cut")
+    from_scratch: bool = Field(False, description=_SCRATCH)
+
+
+def window_facts(config: Config, is_dry: bool) -> TaskFacts:
+    """Return the facts of a language model; see `registry.facts_of`."""
+    del is_dry  # nothing is downloaded
+    is_causal = config.task.name == HF_CAUSAL_LM
+    options = (WindowOptions if is_causal else MaskedOptions).model_validate(config.task.options)
+    folder = HfFolder(config)
+    folder.check_length(options.sequence_length)
+    tokenizer = folder.tokenizer()
+    perplexity = Metric("perplexity", transform=math.exp, label="ppl", formats=(".2f", ".3f"))
+    metrics = language_facts.METRICS if is_causal else (LOSS, perplexity, ACCURACY)
+    return TaskFacts(
+        DatasetSize(*language_facts.text_windows(options, tokenizer)),
+        metrics,
+        best=metrics[-1].name,
+        samples_are="windows",
+        parts=("tokens", options.sequence_length),
+        data=", ".join(options.text or ["the standard library of Python"]),
+        model=described(folder, options.from_scratch, f", windows of {options.sequence_length} tokens"),
+    )
+
+
+def labelled_facts(config: Config, is_dry: bool) -> TaskFacts:
+    """Return the facts of a classification; see `registry.facts_of`."""
+    del is_dry  # nothing is downloaded
+    options = LabelledOptions.model_validate(config.task.options)
+    folder = HfFolder(config)
+    folder.check_length(options.sequence_length)
+    folder.tokenizer()
+    found, is_sequence = examples_of(config, folder), config.task.name == HF_SEQUENCES
+    return TaskFacts(
+        DatasetSize(len(found.train), len(found.test)),
+        (LOSS, ACCURACY),
+        best=ACCURACY.name,
+        samples_are="texts",
+        data=", ".join(options.examples or ()),
+        model=described(folder, options.from_scratch, f", {len(found.names)} classes"),
+        predictions=("label", "predicted", "probability") if is_sequence else (),
+    )
+
+
+def examples_of(config: Config, folder: HfFolder) -> Examples:
+    """Return the examples of a task. ConfigError as `read_examples`."""
+    options = LabelledOptions.model_validate(config.task.options)
+    form = SEQUENCES if config.task.name == HF_SEQUENCES else TOKENS
+    return read_examples(form, options.examples, options.test_examples, options.held_out, known_labels(folder))
+
+
+def known_labels(folder: HfFolder) -> Tuple[str, ...]:
+    """Return the names of the classes in a folder's configuration; () for those that transformers has invented."""
+    names = folder.config.get("id2label") or {}
+    found = tuple(str(names[key]) for key in sorted(names, key=int))
+    return () if all(name == f"LABEL_{number}" for number, name in enumerate(found)) else found
+
+
+def described(folder: HfFolder, from_scratch: bool, more: str = "") -> str:
+    """Return what the plan shows as the model."""
+    weights = "its weights" if not from_scratch and folder.has_weights() else "random weights"
+    return f"{folder.kind} of {folder.path} with {weights}{more}"

@@ -1,0 +1,142 @@
+"""Image classification by cross-entropy; the metric is the accuracy."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from raypod.plan.config import Config
+from raypod.training import data as datasets
+from raypod.training.data.arrays import Splits
+from raypod.training.data.image_reader import ImageReader, image_files
+from raypod.training.data.images import ImageSource, input_shape
+from raypod.training.data.mixing import Mixed, Mixing, weighted_labels
+from raypod.training.data.source import Batch, Source
+from raypod.training.data.transforms import activation_dtype, device_input
+from raypod.training.models import library_models
+from raypod.training.models.networks import build_model
+from raypod.training.tasks.classification import calibration_error, classification_details, top_accuracy
+from raypod.training.tasks.image_facts import PREDICTIONS, TEST_METRICS
+from raypod.training.tasks.task import Predicted, Ratios, Task
+
+_TOP = 5  # classes that an evaluation returns for each image
+
+
+class ImageClassification(Task):
+    """Classifies images: batches of (images [n, channels, height, width], labels int64 [n])."""
+
+    predictions, test_metrics = PREDICTIONS, TEST_METRICS
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(library_models.with_image_size(config))
+        self.user_code = config.training.model if config.training.has_own_model else None
+        self._splits: Optional[Splits] = None
+
+    def load(self) -> Source:
+        """See `Task.load`."""
+        self._splits = library_models.with_statistics(self.config, datasets.load(self.config))
+        return ImageSource(self.config, self._splits)
+
+    def network(self, first_batch: Batch) -> nn.Module:
+        """See `Task.network`."""
+        channels, side = input_shape(self.config, first_batch[0])
+        return build_model(self.config, channels, side, len(self.class_names()))
+
+    def device_input(self, first_batch: Batch) -> nn.Module:
+        """See `Task.device_input`."""
+        assert self._splits is not None, "call load first"
+        height, width = first_batch[0].shape[2:]
+        dtype = activation_dtype(self.config.training.precision)
+        data = self.config.data
+        module = device_input(dtype, self._splits.mean, self._splits.std, (height, width), data.image_size)
+        return Mixing(data, module) if data.mixup_alpha or data.has_cutmix else module
+
+    def example(self, samples: int) -> Batch:
+        """See `Task.example`."""
+        shape, dtype = datasets.image_shape(self.config), activation_dtype(self.config.training.precision)
+        images = torch.zeros(1, shape.channels, shape.side, shape.side, dtype=dtype).expand(samples, -1, -1, -1)
+        return images, torch.zeros(samples, dtype=torch.int64)
+
+    def logits(self, network: Any, images: Any) -> torch.Tensor:
+        """Return the output of the network for images: [n, classes]."""
+        found: torch.Tensor = network(images)
+        return found
+
+    def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
+        """Return the mean cross-entropy, with the label smoothing of the config, and the accuracy.
+
+        The labels of mixed images are weighted; the accuracy is that of the labels of the batch.
+        """
+        images, labels, *words = batch
+        smoothing = self.config.training.label_smoothing
+        logits = self.logits(network, Mixed((images, *words)) if words else images).float()
+        loss = self._mixed_loss(logits, labels, words[0]) if words else functional.cross_entropy(logits, labels)
+        if smoothing:
+            of_all_classes = -functional.log_softmax(logits, dim=1).mean()
+            loss = (1 - smoothing) * loss + smoothing * of_all_classes
+        if smoothing or words:
+            import poptorch  # planning builds the network without the SDK
+
+            # PopTorch's backward pass starts at a marked tensor; a torch loss as the last operator needs no mark.
+            loss = poptorch.identity_loss(loss, reduction="mean")
+        return loss, {"accuracy": ((logits.argmax(dim=1) == labels).sum(), len(labels))}
+
+    def _mixed_loss(self, logits: torch.Tensor, labels: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        log_probabilities = functional.log_softmax(logits, dim=1)
+        losses = [
+            functional.nll_loss(log_probabilities, each, reduction="none") * share
+            for each, share in weighted_labels(self.config.data, labels, words)
+        ]
+        return torch.stack(losses).sum(dim=0).mean()
+
+    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[Ratios, Predicted]:
+        """Return cross-entropy and accuracy, and the most probable classes."""
+        images, labels = batch
+        logits, targets = self.logits(network, images).float(), labels.to(torch.int64)
+        losses = functional.cross_entropy(logits, targets, reduction="none")
+        ratios: Ratios = {"loss": (losses, 1), "accuracy": (logits.argmax(dim=1) == targets, 1)}
+        values, classes = functional.softmax(logits, dim=1).topk(min(_TOP, logits.shape[1]), dim=1)
+        return ratios, {"label": targets, "classes": classes, "probabilities": values}
+
+    def prediction_metrics(self, predictions: Mapping[str, np.ndarray]) -> Dict[str, float]:
+        """Return the accuracy among the 5 most probable classes, and the expected calibration error."""
+        labels, classes = predictions["label"], predictions["classes"]
+        error = calibration_error(labels, classes[:, 0], predictions["probabilities"][:, 0])
+        return {"top5_accuracy": top_accuracy(labels, classes), "calibration_error": error}
+
+    def prediction_details(self, predictions: Mapping[str, np.ndarray]) -> Dict[str, Any]:
+        """See `classification_details`."""
+        labels, classes = predictions["label"], predictions["classes"]
+        names = self.description()["classes"]
+        return classification_details(labels, classes[:, 0], predictions["probabilities"][:, 0], names)
+
+    def description(self) -> Dict[str, Any]:
+        """See `Task.description`: the classes, and mean and standard deviation of images scaled to [0, 1]."""
+        assert self._splits is not None, "call load first"
+        return {"classes": self.class_names(), "mean": list(self._splits.mean), "std": list(self._splits.std)}
+
+    def class_names(self) -> List[str]:
+        """Return the names of the classes, which are their numbers in data sets without names."""
+        names = () if self._splits is None else self._splits.names
+        classes = datasets.image_shape(self.config).classes if self._splits is None else self._splits.classes
+        return list(names or map(str, range(classes)))
+
+    def predict(self, network: Any, inputs: Sequence[str], top: int) -> Iterable[Dict[str, Any]]:
+        """See `Task.predict`: `inputs` are image files, and folders that contain some."""
+        assert self._splits is not None, "call load first"
+        data, source = self.config.data, ImageSource(self.config, self._splits)
+        reader = ImageReader(data.dataset, self._splits, data.max_image_pixels)
+        names = self.description()["classes"]
+        for path in image_files(inputs):
+            labels = torch.zeros(1, dtype=torch.int64)
+            images, _ = source.to_device_format((reader.read(path)[None], labels))
+            values, classes = functional.softmax(self.logits(network, images).float(), dim=1)[0].topk(
+                min(top, len(names))
+            )
+            pairs = zip(classes.tolist(), values.tolist())
+            found = [{"class": number, "name": names[number], "probability": value} for number, value in pairs]
+            yield {"image": str(path), "predictions": found}

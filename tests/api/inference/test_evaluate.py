@@ -1,0 +1,192 @@
+"""`raypod evaluate`: the evaluation of the training, bit for bit; `raypod average`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import pytest
+import torch
+
+from raypod import train
+from raypod.__main__ import main
+from raypod.api.inference import evaluate as module
+from raypod.api.inference import settings
+from raypod.api.inference.average import mean
+from raypod.api.inference.evaluate import evaluate
+from raypod.errors import ConfigError
+from raypod.plan import layout
+from raypod.plan.compatibility import check_compatible
+from raypod.plan.plan import Plan
+from raypod.plan.resolve import from_values
+from raypod.runs import run_state
+from raypod.training.checkpoint import storage, tensors
+from tests.support.trained_runs import train_inline
+
+OF_FOLDERS = {"policy": "rand-augment", "rand_augment_ops": 3, "random_erasing": 0.5, "shuffle_window": 3}
+Fails = Callable[[List[str]], str]
+
+
+def evaluations(run: Path) -> List[Dict[str, Any]]:
+    return [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+
+
+def summary(run: Path) -> Dict[str, Any]:
+    found: Dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+def test_other_data_are_without_the_settings_of_images_in_folders() -> None:
+    data = {"dataset": "imagefolder", "jpeg_decoder": "simplejpeg", "cache_size": "2GB", **OF_FOLDERS}
+    values = settings.changed(from_values({"data": data}), {"data.dataset": "digits"}, settings.EVALUATION)
+    check_compatible(settings.config_of(values, "the test"))
+
+
+def test_the_result_is_that_of_the_training(digits_run: Path) -> None:
+    before = {str(path): path.stat().st_mtime_ns for path in digits_run.rglob("*")}
+    last = evaluations(digits_run)[-1]
+    # The same checkpoint by its default, name, update and path, on another placement.
+    for checkpoint, changes in ((None, {}), ("22", {"replicas": 4}), ("update-00000022", {"replicas": 1})):
+        found = evaluate(digits_run, checkpoint, **changes)
+        assert {**found, **{name: last[name] for name in ("samples", "loss", "accuracy", "update")}} == found
+    assert found["weights_sha256"] == summary(digits_run)["weights_sha256"]
+    assert {str(path): path.stat().st_mtime_ns for path in digits_run.rglob("*")} == before
+
+
+def test_several_instances_are_those_of_ray(digits_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fleet_for(plan: Plan, report: Any) -> Any:
+        raise ConfigError(f"{plan.is_inline} {plan.geometry.num_instances}")
+
+    monkeypatch.setattr(module, "fleet_for", fleet_for)
+    with pytest.raises(ConfigError, match="False 2"):
+        evaluate(digits_run, num_instances=2)
+
+
+def test_the_best_checkpoint_a_half_precision_and_an_average(digits_run: Path, half_run: Path, tmp_path: Path) -> None:
+    kept = {each.update: each.manifest.tested for each in storage.list_checkpoints(digits_run / "checkpoints")[0]}
+    tested = {update: metrics for update, metrics in kept.items() if metrics}
+    assert len(tested) == 2
+    best = max(tested, key=lambda update: tested[update]["accuracy"])
+    found = evaluate(digits_run, "best")
+    assert (found["update"], found["loss"]) == (best, tested[best]["loss"])
+    (last,) = evaluations(half_run)
+    found = evaluate(half_run / "checkpoints" / "update-00000002")
+    assert (found["loss"], found["accuracy"]) == (last["loss"], last["accuracy"])
+    run = train_inline(tmp_path / "run", "--replicas", "1", "--updates", "6", "--ema", "0.5")
+    (last,) = evaluations(run)
+    found, trained = evaluate(run), evaluate(run, ema=False)
+    assert (found["loss"], found["weights_sha256"]) == (last["loss"], summary(run)["ema_sha256"])
+    assert trained["loss"] != last["loss"]
+    assert trained["weights_sha256"] == summary(run)["weights_sha256"]
+
+
+def test_output_is_a_line_json_or_a_file(digits_run: Path, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "result.json"
+    assert main(["evaluate", str(digits_run), "--json", "--output", str(file)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert json.loads(file.read_text()) == found
+    assert main(["evaluate", str(digits_run), "training.batch_size=16"]) == 0
+    assert (
+        f"accuracy {found['accuracy']:.2f} %, top5_accuracy {found['top5_accuracy']:.2f} %, calibration_error"
+        in capsys.readouterr().out
+    )
+    found = evaluate(digits_run, dataset="synthetic", image="1x8x8", samples=256)
+    assert found["dataset"] == "synthetic"
+    assert found["samples"] != 360
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("evaluate RUN --dataset synthetic", "features.0.weight is [16, 3, 3, 3] in the model and [16, 1, 3, 3]"),
+        ("evaluate RUN --dataset synthetic --image 1x8x8 --classes 5", "head.weight is [5, 64] in the model and [10, "),
+        ("evaluate RUN --dataset cifar10", "--data-dir"),
+        ("evaluate RUN --data-dir /images", "--data-dir has no effect on --dataset digits"),
+        ("evaluate RUN --checkpoint update-1", "there is no such checkpoint or file"),
+        ("evaluate RUN --checkpoint 7", "update-00000022"),
+        ("evaluate RUN --learning-rate 1", "unknown flag --learning-rate"),
+        ("evaluate RUN training.learning_rate=1", "training.learning_rate cannot be changed here"),
+        ("evaluate RUN --batch-size 0", "training.batch_size"),
+        ("evaluate RUN --output /no/such/folder/x.json", "does not exist"),
+        ("evaluate RUN --ema", "no moving average"),
+        ("evaluate RUN/no", "there is no such run folder"),
+        ("evaluate EMPTY", "is not a run folder"),
+        ("evaluate", "the following arguments are required: RUN ("),
+        ("predict", "the following arguments are required: RUN ("),
+        ("average RUN --last 9", "--keep-checkpoints 9"),
+        ("average RUN --last 0", "--last 0 must be at least 1"),
+        ("average RUN --last x", "invalid int value"),
+        ("average RUN --output /no/such/x.safetensors", "does not exist"),
+    ],
+)
+def test_wrong_requests(digits_run: Path, tmp_path: Path, fails: Fails, words: str, message: str) -> None:
+    assert message in fails(words.replace("RUN", str(digits_run)).replace("EMPTY", str(tmp_path)).split())
+    assert not list(digits_run.glob("average-*"))
+
+
+@pytest.fixture
+def copy(digits_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(str(digits_run), str(tmp_path / "copy")))
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint(copy: Path, fails: Fails, name: str) -> None:
+    file = copy / "checkpoints" / "update-00000022" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    assert f"{file.parent} is damaged: the SHA-256 of {name} does not match" in fails(["evaluate", str(copy)])
+
+
+def test_a_run_that_trains_or_has_no_checkpoints(copy: Path, fails: Fails) -> None:
+    state = run_state.read(copy)
+    assert state is not None
+    parent = os.getppid()
+    ticks = run_state.process_start_ticks(parent) or 0
+    running = dataclasses.replace(state, state="running", exit_code=None, pid=parent, started_ticks=ticks)
+    (copy / layout.STATE).write_text(json.dumps(dataclasses.asdict(running)))
+    with pytest.raises(ConfigError, match="is still training .*--checkpoint last"):
+        evaluate(copy)
+    (copy / layout.STATE).write_text(json.dumps(dataclasses.asdict(dataclasses.replace(running, host="elsewhere"))))
+    assert evaluate(copy)["update"] == 22, "its coordinator died there: it has no lease"
+    assert evaluate(copy, "last")["update"] == 22
+    (copy / layout.STATE).write_text(json.dumps(dataclasses.asdict(state)))
+    shutil.rmtree(str(copy / "checkpoints"))
+    assert "contains no checkpoint" in fails(["evaluate", str(copy)])
+    assert "contains no checkpoint" in fails(["evaluate", str(copy), "--checkpoint", "best"])
+
+
+def test_means_are_computed_in_float64_and_integers_are_the_newest() -> None:
+    values = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
+    states = [{"w": value, "n": torch.tensor(index)} for index, value in enumerate(values)]
+    found = mean(states)
+    assert found["w"].dtype == torch.float32
+    assert found["w"].item() == torch.tensor(1 / 3).item()  # float32 would lose the 1
+    assert found["n"].item() == 0
+    with pytest.raises(ConfigError, match="the checkpoints are of different models: w differs"):
+        mean([*states, {**states[0], "w": torch.zeros(2)}])
+
+
+def test_the_average_is_written_evaluated_and_a_start(digits_run: Path, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "mean.safetensors"
+    assert main(["average", str(digits_run), "--last", "3", "--output", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["update"] == 22
+    newest = storage.list_checkpoints(digits_run / "checkpoints")[0][:3]
+    assert found["checkpoints"] == [each.path.name for each in newest]
+    states = [tensors.read_tensors(each.path / "weights.safetensors")[0] for each in newest]
+    written, metadata = tensors.read_tensors(file)
+    for name, value in states[0].items():
+        expected = value if not value.is_floating_point() else torch.stack([s[name].double() for s in states]).mean(0)
+        torch.testing.assert_close(written[name].double(), expected.double(), rtol=1e-6, atol=1e-12)
+    assert metadata["raypod.averaged"] == ",".join(found["checkpoints"])
+    assert found["newest"]["loss"] == evaluate(digits_run)["loss"]
+    assert found["average"]["loss"] != found["newest"]["loss"]
+    alone = evaluate(digits_run, str(file))
+    assert (alone["loss"], alone["weights_sha256"]) == (found["average"]["loss"], found["weights_sha256"])
+    flags = ["--fleet", "inline", "--replicas", "1", "--updates", "1", "--device", "emulated"]
+    assert train.main([*flags, "--init-weights", str(file), "--run-dir", str(tmp_path / "run")]) == 0

@@ -1,0 +1,266 @@
+"""Background runs, and runs whose coordinator died."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Iterator, List
+
+import psutil
+import pytest
+
+from raypod import train as train_here
+from raypod.__main__ import main
+from raypod.cli import detached as commands
+from raypod.errors import ConfigError, RunError
+from raypod.events import UpdateDone
+from raypod.runs import lease_file, run_state
+from raypod.runs.lines import line_of
+from raypod.runs.run_state import RunState
+from raypod.system import process
+from tests.support.bounded import COMMAND_S, wait_until
+
+FLAGS = ["--fleet", "inline", "--device", "emulated", "--lr-schedule", "constant", "--checkpoint-every", "4 updates"]
+FLAGS += ["--model", "tiny"]
+
+
+def train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "raypod.train", *FLAGS, "--run-dir", str(folder), *flags]
+    return subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+
+
+def state_of(folder: Path) -> RunState:
+    state = run_state.read(folder)
+    assert state is not None
+    return state
+
+
+@pytest.fixture
+def detached(processes: None, tmp_path: Path) -> Iterator[Path]:
+    """The folder of a long run that was started with --detach and is training."""
+    folder = tmp_path / "run"
+    try:
+        done = train(folder, "--epochs", "400", "--detach")
+        assert done.returncode == 0, done.stderr
+        assert f"status|attach|stop {folder}" in done.stdout
+        yield folder
+    finally:
+        state = run_state.read(folder)
+        if state is not None and state.is_alive:
+            os.kill(state.pid, signal.SIGKILL)
+        assert state is None or wait_until(lambda: not psutil.pid_exists(state.pid) or not state.is_alive)
+
+
+def test_status_attach_and_stop_of_a_detached_run(detached: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert state_of(detached).is_alive
+    assert os.getsid(state_of(detached).pid) == state_of(detached).pid  # a closed terminal does not end it
+    assert main(["status", str(detached)]) == 0
+    out = capsys.readouterr().out
+    assert "state  running" in out
+    assert f"pid {state_of(detached).pid}" in out
+    assert train(detached, "--epochs", "400").returncode == 2  # a folder has one coordinator
+    assert wait_until(lambda: (detached / "checkpoints" / "LATEST").is_file(), 60)
+    assert wait_until(lambda: state_of(detached).eta_s is not None, 60)  # the file is written once a second
+    assert main(["status", str(detached)]) == 0
+    assert re.search(r" update  \d+ of \d+, [\d:]+ left\n +loss  [\d.]+, \d+ images/s\n", capsys.readouterr().out)
+    assert main(["stop", str(detached)]) == 0
+    assert "interrupted after update" in capsys.readouterr().out
+    assert main(["attach", str(detached)]) == 130
+    assert f"continue with --resume {detached}" in capsys.readouterr().out
+    assert main(["status", str(detached)]) == 0
+    assert main(["stop", str(detached)]) == 0
+    assert "nothing to stop" in capsys.readouterr().out
+
+
+def test_the_same_command_resumes_a_run_whose_coordinator_died(
+    detached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert wait_until(lambda: (detached / "checkpoints" / "LATEST").is_file(), 60)
+    state = state_of(detached)
+    os.kill(state.pid, signal.SIGKILL)
+    assert wait_until(lambda: not state.is_alive)
+    assert main(["status", str(detached)]) == 1
+    out = capsys.readouterr().out
+    assert "coordinator died at update" in out
+    assert " left\n" not in out
+    assert main(["attach", str(detached)]) == 1
+    # It may have been killed between a checkpoint and its entry in LATEST.
+    newest = max(int(each.name.rpartition("-")[2]) for each in (detached / "checkpoints").glob("update-????????"))
+    updates = str(newest + 6)
+    again = train(detached, "--epochs", "400", "--updates", updates)
+    assert again.returncode == 0, again.stderr
+    assert f"from update {newest} on" in again.stdout
+    reference = tmp_path / "reference"
+    assert train_here.main([*FLAGS, "--run-dir", str(reference), "--epochs", "400", "--updates", updates]) == 0
+    ended = [json.loads((run / "summary.json").read_text()) for run in (detached, reference)]
+    assert ended[0]["weights_sha256"] == ended[1]["weights_sha256"]
+    lines = [json.loads(line)["update"] for line in (detached / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(range(1, newest + 7))
+    assert main(["verify-data", str(detached)]) == 0
+    capsys.readouterr()
+
+
+def test_an_error_at_the_start_of_a_detached_run_is_printed(processes: None, tmp_path: Path) -> None:
+    done = train(tmp_path / "run", "--detach", "--model", "no_such_module:make")
+    assert done.returncode != 0
+    assert "no_such_module" in done.stderr.splitlines()[-1]
+
+
+def test_a_run_interrupted_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    line = [*FLAGS, "--run-dir", str(folder), "--updates", "2"]
+    assert train_here.main(line) == 0
+    assert train_here.main(line) == 2  # the run is complete
+    left = dataclasses.replace(state_of(folder), state="running", exit_code=None, update=1, started_ticks=1)
+    (folder / "state.json").write_text(json.dumps(dataclasses.asdict(left)))
+    for path in (folder / "checkpoints").iterdir():
+        path.rename(tmp_path / path.name)
+    assert train_here.main(line) == 0
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+    assert main(["verify-data", str(folder)]) == 0
+
+
+STATE = RunState(os.getpid(), process.process_start_ticks(os.getpid()) or 0, "here", "running", 3, 10)
+
+
+def test_a_reused_pid_is_not_the_run_and_one_on_another_host_cannot_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_state.socket, "gethostname", lambda: "here")
+    assert STATE.is_alive
+    assert not dataclasses.replace(STATE, started_ticks=STATE.started_ticks - 1).is_alive
+    other = dataclasses.replace(STATE, host="far-away")
+    assert not other.is_alive
+    (tmp_path / "state.json").write_text(json.dumps(dataclasses.asdict(other)))
+    with pytest.raises(ConfigError, match="started on host far-away; stop it there"):
+        commands.stop(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["no lease", "another lease", "another machine", "log not open", "log is a link"])
+def test_stop_signals_no_process_that_does_not_hold_the_folder(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signalled: List[int] = []
+    monkeypatch.setattr(commands.os, "kill", lambda pid, number: signalled.append(pid))
+    monkeypatch.setattr(commands, "_OPEN_WITHIN_S", 0.0)
+    holder = lease_file.this_process()
+    state = dataclasses.replace(STATE, host=holder.host)
+    (tmp_path / "state.json").write_text(json.dumps(dataclasses.asdict(state)))
+    if case != "no lease":
+        changed = {"another lease": {"started_ticks": 1}, "another machine": {"machine": "?"}}.get(case, {})
+        (tmp_path / "lease-1.json").write_bytes(dataclasses.replace(holder, **changed).content())
+    with (tmp_path / "other").open("w"):  # this process has it open, as the victim has some file open
+        if case == "log not open":
+            (tmp_path / "events.jsonl").write_text("")
+        else:
+            (tmp_path / "events.jsonl").symlink_to(tmp_path / "other")
+        with pytest.raises(ConfigError, match=f"process {state.pid}, which state.json names, does not hold"):
+            commands.stop(tmp_path)
+    assert not signalled
+    (tmp_path / "lease-2.json").write_bytes(holder.content())
+    (tmp_path / "events.jsonl").unlink()
+    with (tmp_path / "events.jsonl").open("a"):
+        monkeypatch.setattr(RunState, "is_alive", property(lambda self: not signalled))
+        assert commands.stop(tmp_path) == 0
+    assert signalled == [state.pid]
+
+
+@pytest.mark.parametrize("skew_s", [600.0, -600.0, 0.0])
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_the_status_on_a_host_with_another_clock_observes_the_lease(
+    skew_s: float, is_alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s, lease = [1000.0], tmp_path / "lease-1.json"
+    (tmp_path / "state.json").write_text(json.dumps(dataclasses.asdict(dataclasses.replace(STATE, host="far-away"))))
+    lease.write_bytes(dataclasses.replace(lease_file.this_process(), host="far-away").content())
+    at_s = lease.stat().st_mtime - skew_s - (0.0 if is_alive else 60.0)
+    for path in (lease, tmp_path / "state.json"):
+        os.utime(str(path), (at_s, at_s))
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+        if is_alive:
+            os.utime(str(lease), (at_s + 5, at_s + 5))
+
+    monkeypatch.setattr(lease_file, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+    assert main(["status", str(tmp_path)]) == (0 if is_alive else 1)
+    out = capsys.readouterr().out
+    assert ("state  running\n" in out) == is_alive
+    assert not is_alive or re.search(r"heartbeat  \d s ago", out)
+    assert not is_alive or re.search(r"updated  \d s ago", out)
+
+
+def test_stop_names_a_process_that_is_stopped_instead_of_waiting_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signalled: List[int] = []
+    stopped = iter([True, False, *(True for _ in range(1000))])  # first for a moment, as by a debugger
+    monkeypatch.setattr(commands, "_signal", lambda run_dir, state, number: signalled.append(number))
+    monkeypatch.setattr(run_state, "is_stopped", lambda pid: next(stopped))
+    now_s = iter(range(10_000))
+    monkeypatch.setattr(commands, "time", SimpleNamespace(monotonic=lambda: next(now_s), sleep=lambda seconds: None))
+    state = dataclasses.replace(STATE, host=run_state.socket.gethostname())
+    (tmp_path / "state.json").write_text(json.dumps(dataclasses.asdict(state)))
+    with pytest.raises(RunError, match=rf"process is stopped \(SIGSTOP.* kill -CONT {STATE.pid}; or kill -KILL"):
+        commands.stop(tmp_path)
+    assert signalled == [signal.SIGINT]
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_the_status_of_a_stopped_coordinator_says_so_and_has_the_newest_update_on_disk(
+    stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_state.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(run_state, "is_stopped", lambda pid: stopped)
+    state = dataclasses.replace(STATE, update=0, total_updates=40, eta_s=60.0)
+    (tmp_path / "state.json").write_text(json.dumps(dataclasses.asdict(state)))
+    updates = [UpdateDone(number, 1, {"loss": 0.5}, 8 * number, 10.0, 1.0) for number in range(1, 33)]
+    lines = [json.dumps(line_of(each)) for each in updates]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"update": 33, "ep')
+    assert main(["status", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    if stopped:
+        message = (
+            f"state  running, but its process is stopped (SIGSTOP, SIGTSTP or a debugger); kill -CONT {os.getpid()}"
+        )
+        assert message in out
+        assert " update  32 of 40\n        loss  0.500, 10 samples/s\n" in out
+    else:  # the state of a process that runs is the newest one: a repair can have gone back
+        assert " state  running\n" in out
+        assert " update  0 of 40, 01:00 left\n" in out
+
+
+@pytest.mark.parametrize("pid", [-1, 0, None, "1"])
+def test_a_state_without_a_process_is_not_alive(pid: object, tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({**dataclasses.asdict(STATE), "pid": pid, "started_ticks": None}))
+    assert run_state.read(tmp_path) is None
+
+
+@pytest.mark.parametrize("verb", ["status", "attach", "stop"])
+def test_a_folder_without_a_run_is_an_error(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines: List[str] = []
+    for words in ([verb], [verb, str(tmp_path / "nowhere")], [verb, str(tmp_path)]):
+        assert main(words) == 2
+        lines += capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert f"{tmp_path / 'nowhere'}: the run folder does not exist on {run_state.socket.gethostname()}" in lines[1]
+
+
+def test_a_run_in_the_source_folder_is_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "raypod" / "source" / "runs" / "one"
+    run.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["status", "runs/one"]) == 2
+    assert capsys.readouterr().err.endswith(f" in {tmp_path}; did you mean {run}?\n")
+    assert main(["status", "runs/two"]) == 2
+    assert "did you mean" not in capsys.readouterr().err

@@ -1,0 +1,261 @@
+"""The command `raypod train` with the inline fleet: its files, signals, errors and resumes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import pytest
+import torch
+
+from raypod import train
+from raypod.__main__ import main
+from raypod.errors import WeightsDiffer
+from raypod.events import EvaluationDone, Event, RunEnded, UpdateDone
+from raypod.plan.plan import Plan
+from raypod.runs.metrics import MetricsAggregator
+from raypod.runs.run_state import StateFile
+from raypod.runtime.coordinator import coordinator
+from raypod.runtime.workers.inline import InlineFleet
+from raypod.training.checkpoint import resume, writer
+from tests.support import ROOT
+
+INLINE = {"run": {"fleet": "inline", "device": "emulated"}}
+
+
+def command(tmp_path: Path, *flags: str) -> tuple[int, Path]:
+    folder = tmp_path / "run"
+    inline = ["--fleet", "inline", "--device", "emulated", "--run-dir", str(folder)]
+    return train.main([*inline, *flags]), folder
+
+
+def summary_of(folder: Path) -> Dict[str, Any]:
+    found: Dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def test_evaluations_during_the_run_do_not_change_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--epochs", "3", "--batch-size", "64", "--model", "tiny")
+    code, folder = command(tmp_path / "evaluated", *flags, "--evaluate-every", "1")
+    assert code == 0
+    summary = summary_of(folder)
+    assert [each["epoch"] for each in summary["evaluations"]] == [1, 2, 3]
+    assert summary["evaluations"][-1]["accuracy"] == summary["test_accuracy"]
+    out = capsys.readouterr().out
+    assert "[Epoch 02] test loss: " in out
+    assert out.count("test loss") == 2
+    _, other = command(tmp_path / "other", *flags)
+    assert summary_of(other)["weights_sha256"] == summary["weights_sha256"]
+
+
+def test_the_files_of_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, folder = command(tmp_path, "--updates", "46", "--eight-bit-io", "--async-dataloader", "--model", "tiny")
+    assert code == 0
+    summary = summary_of(folder)
+    assert 0 <= summary["data_wait_share"] < 1
+    keys = "epochs loss accuracy test_accuracy samples_per_s seconds_to_first_update weights_sha256 restarts topology"
+    assert set(keys.split()) <= set(summary)
+    assert (summary["updates"], summary["device"]) == (46, "emulated")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == list(range(1, 47))
+    assert json.loads((folder / "plan.json").read_text())["total_updates"] == 46
+    assert {"config.yaml", "logs", "checkpoints"} <= {path.name for path in folder.iterdir()}
+    out = capsys.readouterr().out
+    assert "[Epoch 01] loss: " in out
+    assert "Test accuracy: " in out
+
+
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_and_names_lost_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flat = ("--lr-schedule", "constant", "--checkpoint-every", "10 updates", "--model", "tiny")
+    _, folder = command(tmp_path, *flat, "--updates", "24")
+    weights = folder / "checkpoints" / "update-00000024" / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for name in ("ledger.jsonl", "metrics.jsonl"):
+        (folder / name).write_bytes(b"".join((folder / name).read_bytes().splitlines(True)[:11]))
+    _, whole = command(tmp_path / "whole", *flat, "--updates", "30")
+    capsys.readouterr()
+    assert command(tmp_path, *flat, "--updates", "30", "--resume", str(folder))[0] == 0
+    out = capsys.readouterr().out
+    assert "warning: " in out
+    assert "update-00000024 is damaged: weights.safetensors has" in out
+    assert "resuming from update-00000020" in out
+    lost = "warning: ledger.jsonl ends after update 10 and metrics.jsonl ends after update 11, before update-00000020"
+    assert lost in " ".join(out.split())
+    assert summary_of(whole)["weights_sha256"] == summary_of(folder)["weights_sha256"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_an_inline_run_with_a_checkpoint_and_exit_code_130(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handle = StateFile.handle
+
+    def raise_in_update_4(self: StateFile, event: Event) -> None:
+        handle(self, event)
+        if isinstance(event, UpdateDone) and event.update == 4:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(StateFile, "handle", raise_in_update_4)
+    code, folder = command(tmp_path, "--epochs", "400", "--num-instances", "1", "--model", "tiny")
+    assert code == 130
+    summary = summary_of(folder)
+    assert summary["interrupted"]
+    assert 4 <= summary["updates"] < 100
+    assert (folder / "checkpoints" / "LATEST").read_text().strip() == f"update-{summary['updates']:08d}"
+    assert f"Interrupted after update {summary['updates']}; continue with --resume" in capsys.readouterr().out
+
+
+def test_different_initial_weights_are_an_error(make: Callable[..., Plan]) -> None:
+    plan = make(**INLINE, pod={"num_instances": 1})
+    fleet: Any = InlineFleet(plan)
+    fleet.call = lambda method, *_: ["aa" * 32, "bb" * 32] if method == "seed_weights" else [None]
+    with pytest.raises(WeightsDiffer, match="instance 1"):
+        list(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)))
+
+
+def test_a_run_on_synthetic_data_of_the_device_has_no_losses_and_does_not_stop(tmp_path: Path) -> None:
+    flags = ("--updates", "2", "--model", "tiny", "--synthetic-data-on-device", "--num-instances", "1")
+    code, folder = command(tmp_path, *flags)
+    assert code == 0
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [None, None]
+
+
+def test_a_data_set_without_a_test_split_is_not_evaluated(
+    make: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_training.py").write_text(
+        "import torch\n\n\ndef make(folder):\n"
+        "    return [(torch.full((1, 8, 8), float(i)), i % 2) for i in range(8)], [], 2\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = {"data": {"dataset": "only_training:make"}, "training": {"batch_size": 2, "model": "tiny", "epochs": 1}}
+    plan = make(**own, **INLINE, pod={"num_instances": 1, "replicas": 1})
+    events = list(coordinator.run(plan, InlineFleet(plan), MetricsAggregator(plan, 0.0)))
+    assert isinstance(events[-1], RunEnded)
+    assert not any(isinstance(event, EvaluationDone) for event in events)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--batch-sice", "3"],
+        ["--replicas", "6", "--num-instances", "4", "--cluster", str(ROOT / "cluster" / "pod16.yaml")],
+        ["--dataset", "digitz"],
+        ["--model", "resnet9"],
+        ["--batch-size", "5000"],
+        ["--device", "ipu"],
+        ["--collectives", "horovod"],
+        ["--resume", "/nowhere"],
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    flags: List[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = [] if "--num-instances" in flags else ["--fleet", "inline"]
+    assert train.main([*fleet, "--run-dir", str(tmp_path / "run"), *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("raypod: error: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_verify_data_over_two_generations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verify_two_generations(tmp_path, capsys)
+
+
+def test_verify_data_of_own_data_that_workers_load(
+    processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ledger_data.py").write_text(
+        "import torch\n\n\ndef make(folder):\n"
+        "    return [(torch.full((1, 8, 8), float(i)), i % 2) for i in range(200)], [], 2\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    verify_two_generations(tmp_path, capsys, "--dataset", "ledger_data:make", "--num-workers", "1")
+
+
+def verify_two_generations(tmp_path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> None:
+    constant = ("--lr-schedule", "constant", "--checkpoint-every", "2 updates", "--model", "tiny", *flags)
+    command(tmp_path, *constant, "--updates", "3")
+    run = tmp_path / "run"
+    command(tmp_path, *constant, "--updates", "8", "--resume", str(run / "checkpoints" / "update-00000002"))
+    assert main(["verify-data", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "generation 2 began after update 2: 1 superseded" in out
+    assert "proved: 8 updates" in out
+    updates = [json.loads(line)["update"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert updates == list(range(1, 9))
+    whole = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
+    for lines_kept in (4, 9):  # only the first generation; the second one without its end
+        (run / "ledger.jsonl").write_text("".join(whole[:lines_kept]))
+        assert main(["verify-data", str(run)]) == 1
+        out = capsys.readouterr().out
+        assert "update-00000008 (generation 2) is newer" in out
+        assert "metrics.jsonl reaches update 8" in out
+
+
+def test_a_model_that_an_ipu_rejects_ends_a_strict_run_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, folder = command(tmp_path, "--strict", "--model", "tests.api.test_planning:reads_a_value")
+    assert code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    log_file = folder / "logs" / "instance-0.log"
+    assert "raypod: error: instance 0 on host localhost failed: poptorch.errors.Error: aten::item" in line
+    assert line.endswith(f"its log: {log_file}")
+    assert "Traceback" in log_file.read_text()
+
+
+def test_a_run_that_fails_says_how_it_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "unsteady_data.py").write_text(
+        "import torch\n\nreads = []\n\nclass Samples(list):\n"
+        "    def __getitem__(self, index):\n"
+        "        reads.append(index)\n"
+        "        if len(reads) == 150:\n"
+        "            raise ValueError('no such sample')\n"
+        "        return list.__getitem__(self, index)\n\n"
+        "def make(folder):\n"
+        "    return Samples((torch.full((1, 8, 8), float(i)), i % 2) for i in range(200)), [], 2\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    flags = ("--dataset", "unsteady_data:make", "--model", "tiny", "--updates", "8")
+    code, folder = command(tmp_path, *flags)
+    found = capsys.readouterr()
+    assert (code, "ValueError: no such sample" in found.err) == (1, True)
+    newest = resume.newest_valid(folder / "checkpoints")[0]
+    assert newest is not None
+    assert f"update {newest.update} is saved in {newest.path.name}: continue with --resume {folder}" in found.out
+    assert command(tmp_path, *flags, "--resume", str(folder))[0] == 0
+
+
+def test_verify_data_detects_another_sample_order(tmp_path: Path) -> None:
+    _, folder = command(tmp_path, "--updates", "2", "--model", "tiny")
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("seed: 42", "seed: 43"))
+    assert main(["verify-data", str(folder)]) == 1
+
+
+def test_a_nonfinite_loss_ends_the_run_and_keeps_the_checkpoints_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--learning-rate", "1e30", "--lr-schedule", "constant", "--warmup-updates", "0", "--model", "tiny"]
+    flags += ["--checkpoint-every", "1 updates", "--precision", "32.32", "--updates", "40"]
+    code, folder = command(tmp_path, *flags)
+    assert code == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "the loss became" in line
+    assert "between update" in line
+    good = resume.newest_valid(folder / "checkpoints")[0]
+    if good is not None:
+        assert all(bool(torch.isfinite(value).all()) for value in writer.load_checkpoint(good.path)["weights"].values())
+    code, _ = command(tmp_path / "on", *flags, "--on-nonfinite", "continue")
+    assert code == 0
+    assert capsys.readouterr().out.count("warning: the loss became") == 1

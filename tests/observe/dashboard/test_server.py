@@ -1,0 +1,186 @@
+"""The dashboard over HTTP and in Chromium: the token, live updates, a selection of runs; its command."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Any, Iterator, Tuple
+
+import pytest
+
+from raypod.__main__ import main
+from raypod.observe.dashboard import command
+from raypod.observe.dashboard.runs import RunsFolder
+from raypod.observe.status.token_server import TokenServer
+from tests.support.bounded import wait_until
+from tests.support.browser import Page
+from tests.support.dashboard_folders import Run
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Run:
+    """A run that is alive."""
+    return Run(tmp_path / "runs" / "a", 3)
+
+
+@pytest.fixture
+def server(live: Run) -> Iterator[TokenServer]:
+    routes = command.routes(RunsFolder(live.path.parent))
+    with TokenServer(routes, 0, "--port", command.asset("sign_in.html").encode()) as opened:
+        yield opened
+
+
+def get(server: TokenServer, path: str, method: str = "GET", signed: bool = True) -> Tuple[int, str, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    try:
+        connection.request(method, path, headers={"Authorization": f"Bearer {server.token}"} if signed else {})
+        response = connection.getresponse()
+        return response.status, response.headers["Content-Type"], response.read().decode()
+    finally:
+        connection.close()
+
+
+def get_json(server: TokenServer, path: str) -> Any:
+    status, kind, body = get(server, path)
+    assert (status, kind) == (200, "application/json; charset=utf-8")
+    return json.loads(body)
+
+
+def test_other_requests_get_nothing(server: TokenServer) -> None:
+    """`tests/observe/status/test_token_server.py` tests all paths and methods."""
+    status, kind, body = get(server, "/", signed=False)
+    assert (status, kind) == (401, "text/html; charset=utf-8")
+    assert "open the address that" in body
+    for path in ("/a", "/a/metrics.jsonl", "/../../etc/passwd", "/%2e%2e/secret", "/run?name=../secret", "/run"):
+        assert (get(server, path)[0], get(server, path, signed=False)[0], get(server, path, "POST")[0]) == (
+            404,
+            401,
+            405,
+        )
+
+
+def test_the_page_and_the_data(server: TokenServer, tmp_path: Path) -> None:
+    status, kind, page = get(server, "/")
+    assert (status, kind) == (200, "text/html; charset=utf-8")
+    assert 'id="runs-list"' in page
+    assert "connect-src 'self'" in page
+    assert len(page) < 5_000_000
+    listed = get_json(server, "/runs")
+    assert (listed["folder"], [run["name"] for run in listed["runs"]]) == (str(tmp_path / "runs"), ["a"])
+    found = get_json(server, "/run?name=a&rows=1000000")
+    assert (found["run"]["name"], len(found["run"]["curves"]["rows"])) == ("a", 3)
+    again = get_json(server, f"/run?name=a&rows=x&version={found['version']}")
+    assert again["version"].split(".")[0] == found["version"].split(".")[0]
+
+
+def test_the_command_prints_one_line_and_ends_by_ctrl_c(live: Run, tmp_path: Path, capfd: Any) -> None:
+    runs, printed = live.path.parent, tmp_path / "printed"
+    printed.touch()
+
+    def steps() -> None:
+        wait_until(lambda: printed.read_text().endswith("\n"))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    # capfd loses what is printed while another thread reads it.
+    with printed.open("w", buffering=1) as file, contextlib.redirect_stdout(file):
+        assert main(["dashboard", str(runs)]) == 0
+    thread.join()
+    pattern = rf"The dashboard of {runs}: http://127\.0\.0\.1:\d+/\?token=[0-9a-f]{{64}}\n"
+    assert re.fullmatch(pattern, printed.read_text())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_mistake_is_one_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for flags, message in (
+            ([], "dashboard runs: the folder does not exist"),
+            (["missing"], "dashboard missing: the folder does not exist; give the folder that holds the runs"),
+            (["file"], "dashboard file: is not a folder; give the folder that holds the runs"),
+            ([".", "--port", "70000"], "--port 70000: must be a port number"),
+            ([".", "--port", "x"], "--port x: must be a port number"),
+            ([".", "--port", port], f"--port {port}: Address already in use; choose another port"),
+            ([".", "--open"], "unknown flag --open"),
+        ):
+            assert main(["dashboard", *flags]) == 2
+            out, err = capsys.readouterr()
+            assert (out, len(err.splitlines()), message in err) == ("", 1, True), err
+
+
+SELECTED = "raypodReport.runs.map((run) => run.name).sort().join()"
+POINTS = "raypodReport.runs.length ? raypodReport.runs[0].curves.rows.length : 0"
+LISTED = "[...document.querySelectorAll('#runs-list li')].map((item) => item.dataset.name)"
+
+
+@pytest.fixture
+def done(live: Run) -> Run:
+    """A run that is done, beside the one that is alive."""
+    run = Run(live.path.with_name("done"), 3)
+    run.state("done", 0)
+    return run
+
+
+def open_signed(tab: Page, server: TokenServer, query: str = "") -> None:
+    tab.open(f"{server.url}/?token={server.token}{query}")
+    tab.wait_for("document.querySelectorAll('#runs-list li').length === 2")
+
+
+def test_a_run_is_shown_live_compared_and_followed(chromium: Any, server: TokenServer, live: Run, done: Run) -> None:
+    with chromium.page() as tab:
+        open_signed(tab, server)
+        tab.wait_for(f"{SELECTED} === 'a' && {POINTS} === 3")
+        live.train(9)
+        tab.wait_for(f"{POINTS} === 12")
+        tab.wait_for("document.querySelector('#runs-list [data-name=a]').textContent.includes('12 of 1000')")
+        tab.wait_for("raypodReport.charts.get('curve:loss').getOption().series[0].data.length === 12")
+
+        tab.run("document.querySelector('#runs-list [data-name=done] input').click()")
+        tab.wait_for(f"{SELECTED} === 'a,done'")
+        assert tab.run("raypodReport.charts.get('curve:loss').getOption().series.length") >= 2
+        tab.run("document.querySelector('#runs-follow input').click()")
+        Run(live.path.with_name("new"), 1)
+        tab.wait_for(f"{SELECTED} === 'a,done,new' && {LISTED}.length === 3")
+
+        tab.run("Object.assign(document.querySelector('#runs-filter input'), {value: 'DON'})")
+        tab.run("document.querySelector('#runs-filter input').dispatchEvent(new Event('input'))")
+        assert tab.run(LISTED) == ["done"]
+        tab.run("document.querySelector('#runs-clear').click()")
+        assert tab.run(f"{SELECTED} === '' && !document.querySelector('#runs-none').hidden")
+        assert tab.errors == []
+
+
+def test_the_token_leaves_the_address_and_a_reload_works(chromium: Any, server: TokenServer, done: Run) -> None:
+    with chromium.page() as tab:
+        open_signed(tab, server, "&run=done&run=a&run=missing")
+        tab.wait_for(f"{SELECTED} === 'a,done'")
+        assert tab.run("location.href") == f"{server.url}/?run=done&run=a"
+        tab.open(f"{server.url}/?run=done&run=a")  # 401, with the page that adds the token of the tab
+        tab.wait_for("window.raypodReport && " + f"{SELECTED} === 'a,done'")
+        assert server.token not in tab.run("location.href")
+        tab.open(f"{server.url}/?token=wrong")
+        assert "needs a token" in tab.run("document.body.textContent")
+        assert tab.run("sessionStorage.length") == 0
+        tab.open(f"{server.url}/")
+        assert "needs a token" in tab.run("document.body.textContent")
+
+
+def test_it_fits_a_phone_and_shows_the_end_of_the_server(chromium: Any, server: TokenServer, done: Run) -> None:
+    with chromium.page() as tab:
+        for width in (380, 1280):
+            tab.resize(width, 900)
+            open_signed(tab, server)
+            tab.wait_for(f"{POINTS} === 3")
+            assert tab.run("document.documentElement.scrollWidth") <= width
+        server.close()
+        tab.wait_for("document.querySelector('#runs-state').textContent.startsWith('No answer')", 60)

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Callable, List
+
+import pytest
+from rich.text import Text
+
+from raypod.observe.monitor.build_pod import build_pod
+from raypod.observe.monitor.model import EventLine, HostFacts, Pod, Usage
+from raypod.observe.monitor.render import plain, render
+from raypod.observe.monitor.screen import EVENTS, LOG, POD, RUN, Screen
+from tests.support.monitor_models import instance, make_run, usage
+
+LOG_LINES = [f"line {index} of the log, and so on and on and on and on" for index in range(100)]
+
+
+@pytest.fixture
+def pod() -> Pod:
+    facts = [HostFacts("10.0.0.11", num_ipus=8), HostFacts("10.0.0.12", num_ipus=8, problem="no data for 9 s")]
+    return build_pod("two-hosts", 0.0, facts, [make_run(), make_run(run_dir="/runs/日本語", user="bob")])
+
+
+def shown(pod: Pod, view: str, width: int = 120, height: int = 50, **screen: object) -> List[str]:
+    lines = render(pod, Screen(view, "/runs/a", **screen), LOG_LINES, (width, height))  # type: ignore[arg-type]
+    return [line.plain.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("view", [POD, RUN, LOG, EVENTS])
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_every_view_fits_every_size(pod: Pod, view: str, ascii_only: bool) -> None:
+    empty = build_pod("empty", 0.0, [], [])
+    for width, height in ((1, 1), (10, 3), (40, 10), (80, 24), (79, 17), (160, 50), (300, 9)):
+        for model in (pod, empty):
+            lines = render(model, Screen(view, shows_help=height == 17), LOG_LINES, (width, height), ascii_only)
+            assert len(lines) == height
+            assert max(line.cell_len for line in lines) <= width
+            if ascii_only:
+                assert all(line.plain.replace("日本語", "").isascii() for line in lines)
+
+
+def test_the_pod_lists_each_ipu_or_each_instance(pod: Pod) -> None:
+    lines = shown(pod, POD)
+    assert "12/64 GB" in (line := next(line for line in lines if line.startswith("10.0.0.11")))
+    assert "cpu 42 %" in line
+    assert "16/16 IPUs busy" in line  # two runs
+    assert next(line for line in lines if line.split()[:4:3] == ["5", "a"]).split() == [
+        *("5", "training", "ada", "a", "2", "5", "1002", "image-classification"),
+    ]
+    assert any("10.0.0.12  no data for 9 s" in line for line in lines)
+    collapsed = shown(pod, POD, height=27)
+    assert any(line.split()[:6] == ["4-5", "training", "ada", "a", "2", "4-5"] for line in collapsed)
+    short = shown(pod, POD, height=12)
+    assert any("more lines" in line for line in short)
+    assert shown(pod, POD, height=12, scroll=3) != short
+
+
+def test_the_run_shows_progress_and_its_instances(pod: Pod) -> None:
+    lines = shown(pod, RUN, width=160)
+    text = "\n".join(lines)
+    for words in ("update 250/1000  25 %  epoch 2/8", "ETA 5:00", "1280 images/s", "3 % waiting for data", "1 restart"):
+        assert words in text
+    assert "evaluated after 200: loss 0.4 accuracy 90.5" in text
+    loss = next(line for line in lines if line.startswith("loss"))
+    assert loss.split()[1:] == ["0.5", "█", "▃▁", "0.5", "to", "0.8", "in", "4", "updates"]
+    ends = {line.rindex("updates") for line in lines if line.endswith(" in 4 updates")}
+    assert len(ends) == 1  # aligned
+    (slow,) = [line for line in lines if "slow" in line and "x" in line and "median" not in line]
+    assert slow.startswith("7")
+    assert "1.90x slow" in slow
+    assert "died (last heartbeat: in call 9): signal 9" in text
+    assert "repaired: instance 3 on 10.0.0.11, from instance 0; continues after update 9, 4.5 s" in text
+
+
+def test_a_narrow_terminal_keeps_what_matters(pod: Pod) -> None:
+    header = next(line for line in shown(pod, RUN, 80, 24) if line.lstrip().startswith("#"))
+    assert header.split()[:8] == ["#", "host", "state", "images/s", "waits", "slowest", "busy", "beat"]
+
+
+def test_more_instances_than_lines_scroll_with_the_selection() -> None:
+    pod = build_pod("p", 0.0, [], [make_run(instances=[instance(index % 8, instance=index) for index in range(64)])])
+    lines = shown(pod, RUN, 80, 24, instance=63)
+    assert any(line.startswith("63") for line in lines)
+    assert any("more: up and down" in line for line in lines)
+
+
+def test_a_repair_stays_in_the_run_view_of_a_long_run() -> None:
+    kinds = ["repaired", *(["epoch_done", "checkpoint_saved"] * 40)]
+    events = tuple(EventLine(float(index), kind, f"{kind} {index}") for index, kind in enumerate(kinds))
+    run = dataclasses.replace(make_run(), events=events)
+    pod = build_pod("one-host", 0.0, [], [run])
+    texts = [line.split("  ", 1)[1] for line in shown(pod, RUN) if line[2:3] == ":"]
+    assert texts == ["repaired 0", "epoch_done 79", "checkpoint_saved 80"]
+    assert sum("epoch_done" in line for line in shown(pod, EVENTS, height=200)) == 40
+
+
+def test_a_lost_instance_and_a_silent_coordinator(pod: Pod) -> None:
+    run = make_run(phase="repairing", instances=[instance(0, state="lost", heartbeat_age_s=40.0)])
+    lines = shown(build_pod("p", 0.0, [], [run]), RUN)
+    assert any(line.split()[:3] == ["0", "10.0.0.11", "1000"] and "lost" in line for line in lines)
+    silent = dataclasses.replace(run, problem="process 999 does not answer (for 12 s)")
+    lines = shown(build_pod("p", 0.0, [], [silent]), RUN)
+    assert "no answer" in lines[1]
+    assert "does not answer (for 12 s); what follows is the last known state" in lines[2]
+
+
+def test_the_log_ends_with_the_newest_line_and_scrolls(pod: Pod) -> None:
+    lines = shown(pod, LOG, instance=3)
+    assert "log of instance 3 on 10.0.0.11: /runs/a/logs/instance-3.log" in "\n".join(lines)
+    assert lines[-2].startswith("line 99 ")
+    assert shown(pod, LOG, scroll=10)[-2].startswith("line 89 ")
+    assert any(line.startswith("line 0 ") for line in shown(pod, LOG, scroll=10**6))
+
+
+def test_plain_text_is_complete_and_uncoloured(pod: Pod) -> None:
+    texts: Callable[[Screen], List[Text]] = lambda screen: plain(pod, screen, 160)  # noqa: E731
+    assert len([line for line in texts(Screen(POD)) if line.plain.split()[1:2] == ["training"]]) == 32 + 2
+    assert texts(Screen(RUN, "/runs/a"))[-1].plain.endswith("accuracy 90.5 after update 200 on 360 samples")
+
+
+def test_a_host_without_figures() -> None:
+    pod = build_pod("p", 0.0, [HostFacts("h"), HostFacts("i", Usage(**usage(cpu_share=None)))], [])
+    lines = shown(pod, POD)
+    assert "h  no IPU busy" in lines
+    assert any("cpu -" in line for line in lines)
+    assert any("no run of this user" in line for line in lines)
+
+
+def test_an_unreachable_host_has_no_load_and_its_instance_is_under_the_host_to_which_it_was_moved() -> None:
+    problem = "unreachable (ssh: connect to host 10.0.0.12 port 22: Connection refused)"
+    facts = [HostFacts("10.0.0.11", num_ipus=4), HostFacts("10.0.0.12", num_ipus=4, problem=problem)]
+    before = [instance(0), instance(4, state="lost")]
+    lost = make_run(instances=before, hosts={"10.0.0.11": usage(), "10.0.0.12": usage()})
+    lines = shown(build_pod("p", 0.0, facts, [lost]), POD)
+    assert f"10.0.0.12  {problem}" in lines
+    assert sum(line.split()[1:2] == ["lost"] for line in lines) == 2  # until the run has replaced it
+    moved = make_run(instances=[instance(0), instance(4, host="10.0.0.11")], hosts={"10.0.0.11": usage()})
+    lines = shown(build_pod("p", 0.0, facts, [moved]), POD)
+    after = lines.index(f"10.0.0.12  {problem}")
+    assert not any(lines[after + 1 : -1])  # the last line lists the keys
+    assert [line.split()[4] for line in lines[4:after] if "training" in line] == ["0", "0", "4", "4"]
+
+
+def test_keys_change_the_screen(pod: Pod) -> None:
+    screen = Screen()
+    for key, view in (("r", RUN), ("l", LOG), ("e", EVENTS), ("p", POD), ("tab", RUN), ("enter", LOG), ("escape", POD)):
+        screen = screen.pressed(key, pod)
+        assert screen.view == view
+    screen = screen.pressed("right", pod)
+    assert screen.run(pod) == pod.runs[1]
+    assert screen.pressed("right", pod).run(pod) == pod.runs[0]
+    screen = screen.pressed("r", pod).pressed("down", pod).pressed("down", pod).pressed("up", pod)
+    assert screen.instance == 1
+    assert screen.pressed("7", pod).instance == 7
+    assert screen.pressed("9", pod).instance == 7
+    assert screen.pressed("page up", pod).instance == 0
+    assert screen.pressed("l", pod).pressed("up", pod).scroll == 1
+    assert screen.pressed("h", pod).shows_help
+    assert screen.pressed("h", pod).pressed("x", pod) == screen
+    assert screen.pressed("z", pod) == screen
+    assert Screen().pressed("right", build_pod("p", 0.0, [], [])) == Screen()
+
+
+def test_the_help_is_complete_in_80_columns(pod: Pod) -> None:
+    text = "\n".join(line.plain for line in render(pod, Screen(POD, shows_help=True), [], (80, 24)))
+    assert "…" not in text
+    assert "heartbeat" in text

@@ -1,0 +1,59 @@
+"""`raypod compare`, and the results of a run in the data of a report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import List
+
+import pytest
+
+from raypod.__main__ import main
+from raypod.observe.report.results import differing_settings, results_of
+from tests.support.run_folders import update_record, write_lines, write_run
+
+
+def two_runs(folder: Path) -> List[str]:
+    for name, rate in (("a", 0.1), ("b", 0.2)):
+        write_run(folder / name, updates=3, learning_rate=rate)
+        losses = [3.0, 1.0, 2.0] if name == "a" else [3.0, 2.0, 0.5]
+        write_lines(folder / name / "metrics.jsonl", [update_record(at, loss) for at, loss in enumerate(losses, 1)])
+    tests = [{"samples": 9, "f1": 0.5 - 0.1 * at, "accuracy": 80.0 + at, "update": at, "epoch": 1} for at in (1, 2)]
+    write_lines(folder / "b" / "evaluations.jsonl", tests)
+    plan = json.loads((folder / "b" / "plan.json").read_text())
+    (folder / "b" / "plan.json").write_text(json.dumps({**plan, "metrics": {"f1": "higher"}}))
+    return [str(folder / "a"), str(folder / "b")]
+
+
+def test_the_table_has_the_settings_that_differ_and_the_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *two_runs(tmp_path)]) == 0
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    table = {row[0].strip(): [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}
+    assert table[""] == ["a", "b"]
+    assert table["training.learning_rate"] == ["0.1", "0.2"]
+    assert "training.execution" not in table
+    assert table["training loss, best"] == ["1 (update 2)", "0.5 (update 3)"]
+    assert table["training loss, last"] == ["2", "0.5"]
+    assert table["test accuracy, best"] == ["80 (update 20)", "82 (update 2)"]
+    assert table["test f1, best"] == ["-", "0.4 (update 1)"]
+    assert table["test f1, last"] == ["-", "0.3"]
+
+
+def test_a_metric_of_unknown_direction_has_no_best_and_paths_do_not_differ() -> None:
+    table = {"columns": ["update", "samples", "time_s", "own"], "rows": [[1, 8, 1.0, 5.0], [2, 16, 2.0, float("nan")]]}
+    (result, _) = results_of(table, table, ["own"], {})
+    assert result == {"name": "own", "split": "training", "last": 5.0, "best": None, "update": None}
+    assert differing_settings([{"run.run_dir": "a", "x": 1}, {"run.run_dir": "b", "x": 1, "y": 2}]) == ["y"]
+
+
+@pytest.mark.parametrize(("words", "message"), [([], "RUN"), (["a"], "two different runs"), (["a", "none"], "none")])
+def test_wrong_words_are_one_line(
+    words: List[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_runs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line

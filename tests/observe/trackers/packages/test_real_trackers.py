@@ -1,0 +1,89 @@
+"""MLflow and W&B record a run and its resumption into local files, without duplicates."""
+
+from __future__ import annotations
+
+import importlib
+import sqlite3
+import struct
+from pathlib import Path
+from typing import Iterator, List
+
+import pytest
+
+from raypod import train
+from raypod.observe.trackers import memory
+
+FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--replicas", "2", "--lr-schedule", "constant"]
+
+
+def run_twice(tmp_path: Path, tracker: str) -> Path:
+    """Run 6 updates, and resume after update 3 until update 8; return the run folder."""
+    run = tmp_path / "run"
+    flags = [*FLAGS, "--tracker", tracker, "--tracker-timeout-s", "120", "--checkpoint-every", "3 updates"]
+    assert train.main([*flags, "--updates", "6", "--run-dir", str(run)]) == 0
+    resumed = str(run / "checkpoints" / "update-00000003")
+    assert train.main(["--resume", resumed, "--updates", "8", "--run-dir", str(run)]) == 0
+    assert memory.read(memory.path_of(run, tracker)).is_complete
+    return run
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="the extra raypod[mlflow] is not installed")
+    pytest.importorskip("sqlalchemy", reason="the extra raypod[mlflow] is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    run_twice(tmp_path, "mlflow")
+    database = sqlite3.connect(str(tmp_path / "mlflow.db"))
+    try:
+        ((run_id, status),) = database.execute("SELECT run_uuid, status FROM runs").fetchall()
+        query = "SELECT step, key FROM metrics WHERE run_uuid = ? ORDER BY step"
+        rows = database.execute(query, (run_id,)).fetchall()
+        params = dict(database.execute("SELECT key, value FROM params").fetchall())
+    finally:
+        database.close()
+    assert status == "FINISHED"
+    assert [step for step, key in rows if key == "training/loss"] == list(range(1, 9))
+    assert [step for step, key in rows if key == "test/accuracy"] == [6, 8]
+    assert params["training.model"] == "tiny"
+    assert list(tmp_path.rglob("artifacts/report.html"))
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the extra raypod[wandb] is not installed")
+    key = "0123456789abcdef" * 2 + "01234567"
+    for name, value in {"MODE": "offline", "API_KEY": key, "CACHE_DIR": "cache", "DATA_DIR": "data"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / value) if name.endswith("DIR") else value)
+    run = run_twice(tmp_path, "wandb")
+    files = sorted((run / "wandb").glob("offline-run-*/*.wandb"))
+    run_id = memory.read(memory.path_of(run, "wandb")).run_id
+    assert {file.stem for file in files} == {f"run-{run_id}"}
+    assert [step for file in files for step in steps_in(file)] == list(range(1, 9))
+    assert not [file for file in run.rglob("*") if file.is_file() and key.encode() in file.read_bytes()]
+
+
+def steps_in(file: Path) -> List[int]:
+    """Return the steps of the history in a file of W&B."""
+    records = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    steps = []
+    for content in records_in(file.read_bytes()):
+        record = records.Record()
+        record.ParseFromString(content)
+        if record.WhichOneof("record_type") == "history":
+            steps.append(record.history.step.num)
+    return steps
+
+
+def records_in(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a log of LevelDB, the format of W&B's files, whose header has 7 bytes."""
+    block, position, record = 32_768, 7, b""
+    while position < len(data):
+        left = block - position % block
+        if left >= 7:
+            _, length, kind = struct.unpack_from("<IHB", data, position)
+            record += data[position + 7 : position + 7 + length]
+            position += 7 + length
+            if kind in (1, 4):  # a whole record, or the last part of one
+                yield record
+                record = b""
+        else:
+            position += left

@@ -1,0 +1,313 @@
+"""Run folders with several commands at a time, and after commands that end with a mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Dict, Iterator, List, Sequence
+
+import pytest
+
+from raypod import train
+from raypod.__main__ import main
+from raypod.api import training
+from raypod.errors import ClusterError, LeaseHeld
+from raypod.plan.resolve import from_values
+from raypod.runs import claim, run_folder, run_state
+from raypod.system import files
+from tests.support.bounded import COMMAND_S, wait_until
+
+QUICK = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--lr-schedule", "constant"]
+
+
+def start(folder: Path, *flags: str, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """Start a command in `folder`."""
+    line = [*prefix, sys.executable, "-m", "raypod.train", *QUICK, *flags]
+    variables, pipe = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, subprocess.PIPE
+    return subprocess.Popen(line, cwd=str(folder), env=variables, stdout=pipe, stderr=pipe, text=True)
+
+
+def tree(folder: Path) -> Dict[str, bytes]:
+    """The content of all files, and the names of all folders."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
+def test_runs_that_start_in_the_same_second_get_different_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda *_: "20260101-120000")
+    config = from_values({})
+
+    def enter(_: int) -> claim.Claim:
+        return claim.claim(config, run_folder.choose(config), take_over=False, log=print)
+
+    with ThreadPoolExecutor(20) as pool:
+        claims = list(pool.map(enter, range(20)))
+    assert len({each.folder for each in claims}) == 20
+    assert len(list((tmp_path / "runs").iterdir())) == 20
+    for each in claims:
+        with each:
+            pass
+
+
+@pytest.mark.usefixtures("processes")
+def test_one_of_two_commands_with_the_same_folder_at_the_same_time_runs(tmp_path: Path) -> None:
+    commands = [start(tmp_path, "--run-dir", str(tmp_path / "run"), "--epochs", "400") for _ in range(2)]
+    try:
+        assert wait_until(lambda: any(command.poll() is not None for command in commands), COMMAND_S)
+        (loser,) = [command for command in commands if command.poll() is not None]
+        (winner,) = [command for command in commands if command is not loser]
+        _, err = loser.communicate(timeout=60)
+        assert loser.returncode == 2
+        (line,) = err.splitlines()
+        assert f"is in use by pid {winner.pid} on host {socket.gethostname()}" in line
+    finally:
+        for command in commands:
+            command.terminate()
+            command.communicate(timeout=60)
+
+
+MISTAKES = [
+    ["--device", "ipu"],
+    ["--model", "no_such_module:make"],
+    ["--resume", "nowhere"],
+    ["--dataset", "imagefolder", "--data-dir", "nowhere"],
+    ["--norm", "group", "--model", "without_norms:make"],
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, empty, and an importable model without batch normalization."""
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "without_norms.py").write_text(
+        "import poptorch\nimport torch\n\n\ndef make(channels, classes):\n    return torch.nn.Flatten()\n"
+    )
+    monkeypatch.syspath_prepend(str(modules))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    yield folder
+    sys.modules.pop("without_norms", None)
+
+
+@pytest.mark.parametrize("flags", MISTAKES, ids=lambda flags: flags[-1])
+@pytest.mark.parametrize("more", [[], ["--run-dir", "a/b"]], ids=["default", "named"])
+def test_a_mistake_leaves_nothing_behind(
+    flags: List[str], more: List[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main([*QUICK, *flags, *more]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not tree(here)
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("flags", [MISTAKES[1], MISTAKES[-1]], ids=lambda flags: flags[-1])
+def test_a_mistake_of_a_detached_run_leaves_nothing_behind(
+    flags: List[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test_a_mistake_leaves_nothing_behind(flags, ["--detach"], here, capsys)
+
+
+def test_a_cluster_that_is_not_running_leaves_nothing_behind(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, head = here.parent / "cluster.yaml", "{type: local, head_ip: 127.0.0.5}"
+    cluster.write_text(f"provider: {head}\nhead_start_ray_commands: [ray start --head --port=9]\n")
+    assert train.main(["--device", "emulated", "--cluster", str(cluster)]) == 2
+    assert "no Ray cluster is running" in capsys.readouterr().err
+    assert not tree(here)
+
+
+def test_a_mistake_leaves_an_existing_run_as_it_was(here: Path) -> None:
+    (here.parent / "modules" / "changing.py").write_text(
+        "import pathlib, torch\n\n\ndef make(folder):\n"
+        "    value = float(pathlib.Path(folder, 'value').read_text())\n"
+        "    class Data(list):\n        fingerprint = str(value)\n"
+        "    return Data((torch.full((1, 8, 8), value), i % 2) for i in range(64)), [], 2\n"
+    )
+    value = here.parent / "value"
+    value.write_text("1")
+    flags = [*QUICK, "--dataset", "changing:make", "--data-dir", str(here.parent), "--run-dir", "run"]
+    assert train.main([*flags, "--updates", "2"]) == 0
+    before = tree(here)
+    value.write_text("2")  # found by the instances, after the files of the run were written
+    assert train.main([*flags, "--updates", "3", "--resume", "run"]) == 2
+    assert tree(here) == before
+    assert train.main([*flags, "--updates", "3", "--resume", "run", "--device", "ipu"]) == 2
+    assert tree(here) == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
+@pytest.mark.parametrize("at", ["mkdir", "plan.json", "config.yaml"])
+def test_an_interruption_before_the_files_of_a_run_are_written_leaves_nothing_behind(
+    error: BaseException, at: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, flags = files.replace_file, [*QUICK, "--run-dir", "run", "--updates", "1"]
+
+    def interrupted(path: Path, data: bytes) -> None:
+        if at == "mkdir":
+            raise error
+        with monkeypatch.context() as patched:
+            if path.name == at:
+                patched.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(error))
+            real(path, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_folder, "replace_file", interrupted)
+        if isinstance(error, SystemExit):
+            with pytest.raises(SystemExit):
+                train.main(flags)
+        else:
+            assert train.main(flags) == 130
+    assert not tree(here)
+    assert train.main([*flags, "--learning-rate", "0.01"]) == 0
+
+
+def test_a_run_that_was_killed_before_its_first_file_does_not_refuse_the_corrected_command(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "run" / "logs").mkdir(parents=True)
+    for name in ("logs/coordinator.log", "logs/coordinator.times", "plan.json.partial"):
+        (here / "run" / name).touch()
+    assert train.main([*QUICK, "--run-dir", "run", "--updates", "1"]) == 0
+    (here / "own" / "logs").mkdir(parents=True)
+    (here / "own" / "logs" / "own.log").touch()
+    assert train.main([*QUICK, "--run-dir", "own", "--updates", "1"]) == 2
+    assert "own is not empty and no run folder (it contains logs)" in capsys.readouterr().err
+
+
+def test_a_mistake_of_a_run_that_resumes_into_another_folder_leaves_nothing_behind(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_pod(*arguments: object) -> None:
+        assert Path("new/evaluations.jsonl").is_file()
+        raise ClusterError("no Ray cluster is running")
+
+    assert train.main([*QUICK, "--run-dir", "run", "--updates", "2"]) == 0
+    flags = ["--resume", "run", "--run-dir", "new", "--updates", "3"]
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "fleet_for", no_pod)
+        assert train.main(flags) == 2
+    assert not Path("new").exists()
+    assert train.main(flags) == 0
+
+
+def test_a_folder_with_other_files_is_not_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "own").mkdir()
+    (here / "own" / "thesis.tex").write_text("precious")
+    before = tree(here)
+    for name in ("own", "own/thesis.tex"):
+        assert train.main([*QUICK, "--run-dir", name]) == 2
+    err = capsys.readouterr().err
+    assert "own is not empty and no run folder (it contains thesis.tex)" in err
+    assert "thesis.tex is not a folder" in err
+    assert tree(here) == before
+    (here / "empty").mkdir()
+    assert train.main([*QUICK, "--run-dir", "empty", "--updates", "1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--resume", "nowhere"], "no such run folder"),
+        (["--resume", "run", "--updates", "2"], "already at update 2"),
+        (["--resume", "run", "--updates", "4", "--batch-size", "16"], "global_batch_size"),
+        (["--run-dir", "run"], "holds a run already"),
+        (["--model", "no_such_module:make"], "No module named 'no_such_module'"),
+        (["--model", "without_norms:other"], "has no 'other'"),
+        (["--model", "without_norms:torch"], "is not callable"),
+        (["--model", "numpy:random.seed"], "has no"),
+        (["--model", "numpy:get_include"], "is called with (channels, classes)"),
+    ],
+)
+def test_a_dry_run_finds_the_mistakes_of_a_start(
+    flags: List[str], words: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "run" in flags:
+        assert train.main([*QUICK, "--run-dir", "run", "--updates", "2"]) == 0
+    before = tree(here)
+    lines = []
+    for more in (["--dry-run"], []):
+        capsys.readouterr()
+        own = [] if "--resume" in flags else ["--updates", "1"]
+        assert train.main([*QUICK, *own, *flags, *more]) == 2
+        lines.append(capsys.readouterr().err)
+        assert words in lines[-1]
+    assert lines[0] == lines[1]
+    assert tree(here) == before
+
+
+def test_a_run_of_an_older_version_that_has_started_elsewhere_needs_take_over(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main([*QUICK, "--run-dir", "run", "--updates", "2"]) == 0
+    resume, before = ["--resume", "run", "--updates", "4"], tree(here)
+    capsys.readouterr()
+    assert train.main([*resume, "--dry-run"]) == 0
+    assert "4 updates" in capsys.readouterr().out
+    assert tree(here) == before
+    path = here / "run" / "state.json"
+    state = {**json.loads(path.read_text()), "host": "far", "state": "running", "exit_code": None}
+    path.write_text(json.dumps(state))
+    assert train.main(resume) == 2
+    assert "on host far, as state.json says" in capsys.readouterr().err
+    assert train.main([*resume, "--take-over"]) == 0
+
+
+@pytest.fixture
+def far_run(here: Path, processes: None) -> Iterator[subprocess.Popen[str]]:
+    """A run in the folder `run` whose process has another host name, and trains."""
+    if not shutil.which("unshare") or subprocess.run(["unshare", "--uts", "hostname", "x"], check=False).returncode:
+        pytest.skip("a process with another host name is not permitted here")
+    flags = ["--run-dir", "run", "--epochs", "400", "--checkpoint-every", "4 updates"]
+    command = start(here, *flags, prefix=["unshare", "--uts", "sh", "-c", 'hostname far && exec "$@"', "sh"])
+    try:
+        assert wait_until(lambda: (here / "run" / "checkpoints" / "LATEST").is_file(), COMMAND_S)
+        yield command
+    finally:
+        command.kill()
+        command.communicate(timeout=60)
+
+
+def test_a_run_on_another_host_is_refused_and_can_be_taken_over(
+    far_run: subprocess.Popen[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(["--resume", "run", "--updates", "400"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"is in use by pid {far_run.pid} on host far (since " in line
+    assert main(["status", "run"]) == 0
+    assert f"pid {far_run.pid} on far" in capsys.readouterr().out
+    assert main(["stop", "run"]) == 2
+    new = start(here, "--resume", "run", "--take-over", "--detach")
+    assert new.communicate(timeout=120)[1].startswith("raypod: taking over ")
+    assert new.returncode == 0
+    state = run_state.read(here / "run")
+    assert state is not None
+    assert main(["stop", "run"]) == 0
+    _, err = far_run.communicate(timeout=60)
+    assert far_run.returncode == 1
+    assert f"on host {socket.gethostname()}" in err.splitlines()[-1]
+    assert "has taken over" in err.splitlines()[-1]
+    assert state.host == socket.gethostname()
+    lines = [json.loads(each)["update"] for each in (here / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(range(1, len(lines) + 1))
+    assert main(["verify-data", "run"]) == 0
+    assert not list((here / "run").glob("*lease*"))
+
+
+def test_the_lease_file_names_the_owner_of_a_run(here: Path) -> None:
+    with claim.claim(from_values({}), "run", take_over=False, log=print) as held:
+        with pytest.raises(LeaseHeld, match="--take-over"):
+            claim.claim(from_values({"run": {"run_dir": "run"}}), "run", take_over=False, log=print)
+        (content,) = [json.loads(path.read_text()) for path in held.folder.glob("lease-*.json")]
+    assert (content["host"], content["pid"]) == (socket.gethostname(), os.getpid())
+    assert content["expires_after_s"] == 30

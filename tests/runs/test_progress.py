@@ -1,0 +1,288 @@
+"""The console output of a run, and the table at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import io
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+
+from raypod.events import (
+    CheckpointFailed,
+    EpochDone,
+    EvaluationDone,
+    Repaired,
+    Resized,
+    RunEnded,
+    RunStarted,
+    UpdateDone,
+)
+from raypod.plan.plan import Plan
+from raypod.runs import progress
+from raypod.runs.progress import NORMAL, QUIET, VERBOSE, Progress
+from raypod.runs.summary_table import render
+
+Shown = Callable[..., "tuple[str, str]"]
+UNKNOWN = {"loss": math.nan, "accuracy": math.nan}
+STARTED = RunStarted("emulated", "emulated SDK on CPU (no poptorch here)", 44, 77754, ())
+EPOCH = EpochDone(1, {"loss": 1.835, "accuracy": 32.3})
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_under_the_output_does_not_end_the_run(shown: Shown) -> None:
+    failed = CheckpointFailed(9, "runs/x/checkpoints/update-9", os.strerror(errno.ENOSPC), "")
+    out, _ = shown(STARTED, failed, out=FullDisk())
+    assert "cannot write the checkpoint" in out
+
+    class Closed(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):  # its reader has ended: so does the command, as every other one
+        shown(STARTED, out=Closed())
+
+
+def update(number: int) -> UpdateDone:
+    values = {"loss": 1.25, "accuracy": 50.0}
+    return UpdateDone(number, (number - 1) // 44 + 1, values, number * 32, 1000.0, float(number))
+
+
+def evaluation(update: int, accuracy: float, loss: float = 0.5) -> EvaluationDone:
+    return EvaluationDone(360, {"loss": loss, "accuracy": accuracy}, update, update // 44)
+
+
+@pytest.fixture
+def shown(make: Callable[..., Plan]) -> Shown:
+    """Show events on a terminal or in a pipe; return the content of stdout and stderr."""
+
+    def show(*events: Any, err: Any = None, out: Any = None, detail: int = NORMAL, **run: Any) -> tuple[str, str]:
+        out, err = out or io.StringIO(), err or io.StringIO()
+        progress = Progress(make(training={"epochs": 2}, run=run), out, err, detail)
+        for event in events:
+            progress.show(event)
+        progress.close()
+        return out.getvalue(), err.getvalue()
+
+    return show
+
+
+def test_a_resumed_bar_starts_inside_the_epoch(shown: Shown) -> None:
+    _, err = shown(*map(update, range(61, 89)), err=Terminal())
+    assert "[Epoch 02]" in err
+    assert "17/44" in err  # updates 45..60 were done before the resume
+    assert "?it/s" not in err, "no bar without figures"
+    assert "44/44" in err
+
+
+def test_a_notebook_has_one_bar_for_the_run(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Notebook(io.StringIO):
+        __module__ = "ipykernel.iostream"
+
+    bars: list[Any] = []
+
+    class Bar(progress.tqdm):  # type: ignore[misc,name-defined]
+        def close(self) -> None:
+            if self not in bars:
+                bars.append(self)
+            super().close()
+
+    monkeypatch.setattr(progress, "tqdm", Bar)
+    events = [*map(update, range(1, 45)), EPOCH, evaluation(44, 91.9), *map(update, range(45, 61)), update(50)]
+    out, _ = shown(*events, err=Notebook())
+    assert [(bar.total, bar.n, bar.desc) for bar in bars] == [(88, 50, "[Epoch 02]")]
+    assert "[Epoch 01] loss: 1.835" in out
+
+
+def test_without_a_terminal_plain_lines_are_printed(shown: Shown) -> None:
+    assert shown(*map(update, range(1, 45)), EPOCH) == ("[Epoch 01] loss: 1.835, acc: 32.3\n", "")
+
+
+def test_the_result_and_an_interruption_are_printed(shown: Shown) -> None:
+    out, _ = shown(STARTED, evaluation(44, 91.94), evaluation(88, 98.61, 0.05), RunEnded(50, True, "ab", None))
+    assert "emulated SDK on CPU (no poptorch here); 77,754 parameters in each instance, from update 44 on" in out
+    assert "[Epoch 01] test loss: 0.500, test acc: 91.94\n" in out
+    assert "Test accuracy: 98.61 % of 360 images (loss 0.050)" in out
+    assert "Interrupted after update 50; continue with --resume" in out
+
+
+@pytest.mark.parametrize(
+    ("updates", "checkpoint", "way_out"),
+    [
+        (0, None, "start it again: it has no checkpoint yet"),
+        (50, "other/checkpoints/update-50", "continue with --resume other/checkpoints/update-50"),
+    ],
+)
+def test_an_interrupted_run_names_what_can_be_resumed(
+    shown: Shown, updates: int, checkpoint: Any, way_out: str
+) -> None:
+    assert f"Interrupted after update {updates}; {way_out}\n" in shown(RunEnded(updates, True, "ab", checkpoint))[0]
+
+
+def test_a_run_that_ends_within_an_epoch_shows_its_last_update(shown: Shown) -> None:
+    ended = RunEnded(20, False, "ab", None)
+    assert "[Epoch 01, update 20] loss: 1.250, acc: 50.0" in shown(*map(update, range(1, 21)), ended)[0]
+    assert ", update" not in shown(*map(update, range(1, 45)), EPOCH, ended)[0]
+    out, _ = shown(update(20), EvaluationDone(360, {"loss": 1.0, "accuracy": 60.0}, 20, 1), update(21), ended)
+    assert "update 20]" not in out  # an evaluation within the epoch is not the end of the run
+    assert "[Epoch 01, update 21]" in out
+
+
+def test_a_nonfinite_loss_is_a_warning_with_its_consequence_but_not_an_unknown_one(shown: Shown) -> None:
+    updates = [dataclasses.replace(update(number), metrics=UNKNOWN) for number in (3, 4)]
+    ends = {"stop": "the run stops", "continue": "the run continues (--on-nonfinite continue)"}
+    for on_nonfinite, consequence in ends.items():
+        out, _ = shown(*updates, on_nonfinite=on_nonfinite)
+        assert out == f"warning: the loss became nan at update 3; {consequence}\n"
+    out, err = shown(dataclasses.replace(updates[0], missing_reports=(1,)), err=Terminal())
+    assert out == ""
+    assert "loss and acc unknown" in err
+
+
+def test_a_repair_names_the_damaged_checkpoints(shown: Shown) -> None:
+    damaged = ("checkpoints/update-00000012 is damaged: weights.safetensors has another sha256",)
+    repaired = Repaired((0, 1), ("a", "b"), "checkpoints/update-00000006", 6, 2.0, 1, 2, damaged)
+    warning, line = shown(repaired)[0].splitlines()
+    assert warning == f"warning: {damaged[0]}"
+    assert line.startswith("Repaired in 2.0 s: new instance 0 on a, instance 1 on b, with the state of checkpoints/")
+    reset = dataclasses.replace(repaired, passed_over=(), reset_on=("a",))
+    assert shown(reset)[0].startswith("Repaired in 2.0 s: devices reset on a, new instance 0 on a, instance 1 on b")
+
+
+def test_a_change_of_the_replicas_says_that_the_bits_differ(shown: Shown) -> None:
+    assert shown(Resized(13, 1, 4, 4, ("a",), "host b is lost"))[0] == (
+        "Elastic: 1 replica x accumulation 4 from update 14 on, instead of 4 replicas (host b is lost): every update "
+        "has the same samples, but sums them in another order, so the bits of the weights differ\n"
+    )
+
+
+def test_the_line_of_an_update_has_its_learning_rate(shown: Shown) -> None:
+    _, err = shown(dataclasses.replace(update(1), learning_rate=0.0123456), err=Terminal())
+    assert "acc=50.0, lr=0.0123, 1000 images/s" in err
+
+
+@pytest.mark.parametrize("columns", [160, 80, 60])
+def test_the_bar_fits_into_the_terminal(shown: Shown, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _, err = shown(*map(update, range(1, 45)), err=Terminal())
+    lines = [line.strip() for line in err.split("\r") if " left" in line]
+    assert lines[-1].startswith("[Epoch 01]")
+    accuracy = "acc=50.0, " * (columns > 60)
+    assert lines[-1].endswith(f"44/44, 00:44 left, loss=1.250, {accuracy}1000 images/s")
+    assert max(map(len, lines)) <= columns
+    assert ("|" in lines[-1]) == (columns > 60)
+
+
+def test_lines_are_folded_to_the_terminal_but_not_for_a_pipe(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    piped, _ = shown(STARTED)
+    assert len(piped.splitlines()) == 1
+    folded, _ = shown(STARTED, out=Terminal())
+    assert [line.startswith("  ") for line in folded.splitlines()] == [False, True]
+    assert " ".join(folded.split()) == piped.strip()
+
+
+def test_a_quiet_run_shows_what_went_wrong_and_the_result(shown: Shown) -> None:
+    failed = CheckpointFailed(44, "checkpoints/b", "no space left", "checkpoints/a")
+    events = [STARTED, *map(update, range(1, 45)), EPOCH, evaluation(44, 91.94), failed, evaluation(88, 98.61, 0.05)]
+    out, err = shown(*events, err=Terminal(), detail=QUIET)
+    warning, result = out.splitlines()
+    assert warning.startswith("warning: cannot write the checkpoint checkpoints/b: no space left")
+    assert result == "Test accuracy: 98.61 % of 360 images (loss 0.050)"
+    assert err == ""
+
+
+def test_the_plan_begins_with_what_is_trained(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = {}
+    for detail in (QUIET, NORMAL, VERBOSE):
+        out = io.StringIO()
+        Progress(make(), out, io.StringIO(), detail).begin()
+        shown[detail] = out.getvalue()
+    assert shown[QUIET] == ""
+    assert [line[:12].strip() for line in shown[NORMAL].splitlines()[:4]] == ["model", "data", "length", "global batch"]
+    assert "instance  host" not in shown[NORMAL]
+    assert "instance  host" in shown[VERBOSE]
+    assert "python" in shown[VERBOSE].splitlines()[-2]
+
+
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_colours_only_on_a_terminal_that_wants_them(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    repaired = Repaired((0,), ("a",), "instance 1", 6, 2.0, 1, 2, ())
+    assert "\x1b[32mRepaired in" in shown(repaired, out=Terminal())[0]
+    assert "\x1b" not in shown(repaired, err=Terminal())[0]
+    monkeypatch.setenv(variable, value)
+    assert "\x1b" not in shown(repaired, out=Terminal())[0]
+
+
+# ---- the table at the end --------------------------------------------------------------------------------------------
+
+
+SUMMARY = {
+    "test_accuracy": 99.44,
+    "samples_per_s": 1190.4,
+    "data_wait_share": 0.001,
+    "seconds_to_first_update": 7.64,
+    "restarts": 1,
+    "checkpoint": "checkpoints/update-00000660",
+}
+
+
+@pytest.fixture
+def table(make: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "report.html").touch()
+
+    def of(seconds: float = 31.24, width: Any = None, **changes: Any) -> str:
+        plan = make(run={"run_dir": str(tmp_path / "run")})
+        (Path(plan.run_dir) / "summary.json").write_text(json.dumps({**SUMMARY, **changes}))
+        return render(plan, seconds, width)
+
+    return of
+
+
+def test_the_table(table: Callable[..., str]) -> None:
+    assert table().splitlines() == [
+        "    accuracy  99.44 %",
+        "        time  31.2 s, 7.6 s of them until the first update",
+        "  throughput  1190 images/s; 0.1 % of the calls' time waiting for data",
+        "    restarts  1",
+        "  checkpoint  run/checkpoints/update-00000660",
+        "      report  run/report.html",
+        "  run folder  run",
+    ]
+
+
+def test_what_is_not_known_is_left_out(table: Callable[..., str]) -> None:
+    text = table(7500, test_accuracy=None, seconds_to_first_update=None, samples_per_s=0.0, checkpoint=None)
+    assert "accuracy" not in text
+    assert "checkpoint" not in text
+    assert "        time  2 h 5 min\n" in text
+    assert "  throughput  not known: the first call is not timed\n" in text
+
+
+def test_a_narrow_terminal_folds_texts(table: Callable[..., str]) -> None:
+    lines = table(131, 50).splitlines()
+    assert max(map(len, lines)) <= 50
+    assert "        time  2 min 11 s, 7.6 s of them until the" in lines
+    assert "              first update" in lines

@@ -1,0 +1,351 @@
+"""The newest checkpoint of a run is kept on other hosts, whatever happens to them; the run does not wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+
+import pytest
+
+from raypod.errors import ConfigError
+from raypod.events import CheckpointSaved, Event, RunEnded, RunStarted
+from raypod.plan import compatibility, layout
+from raypod.plan.plan import Plan
+from raypod.runs import run_folder, run_state, verify_data
+from raypod.runs.metrics import MetricsAggregator
+from raypod.runs.run_view import RunView
+from raypod.runs.sinks import Sinks
+from raypod.runtime.coordinator import coordinator
+from raypod.runtime.coordinator.checkpoint_copies import CheckpointCopies
+from raypod.runtime.workers.inline import InlineFleet
+from raypod.system import files
+from raypod.training.checkpoint import resume
+from raypod.training.checkpoint.copies import held_copies
+from raypod.training.checkpoint.format import Checkpoint
+from tests.support.bounded import wait_until
+from tests.support.other_disks import DirectServer, Fault, Request, unchanged
+from tests.support.saved_runs import run as run_here
+from tests.support.saved_runs import save, weights_of
+
+Make = Callable[..., Plan]
+STARTED = RunStarted("emulated", "", 0, 1, ())
+
+
+class Hosts(InlineFleet):
+    """Further hosts, each with a folder as its disk; `faults` are those of the requests to them."""
+
+    def __init__(self, plan: Plan, root: Path, names: str, shared: Tuple[str, ...] = ()) -> None:
+        """The disk of the hosts `shared` is one."""
+        super().__init__(plan)
+        self.names, self._root, self._shared = names.split(), root, shared
+        self.faults: Dict[str, Fault] = {}
+        self.servers: List[Tuple[str, DirectServer]] = []
+
+    def peers(self) -> List[str]:
+        """See `Fleet.peers`."""
+        return list(self.names)
+
+    def serve_on(self, host: str, kind: Callable[..., Any], *arguments: Any) -> DirectServer:
+        """See `Fleet.serve_on`."""
+        served = kind(str(self.disk(host)), *arguments[1:])
+        server = DirectServer(served, lambda number, request: self.faults.get(host, unchanged)(number, request))
+        self.servers.append((host, server))
+        return server
+
+    def disk(self, host: str) -> Path:
+        """Return the folder of the copies on a host."""
+        return self._root / ("shared" if host in self._shared else host)
+
+    def held(self, host: str) -> List[int]:
+        """Return the updates of the copies on a host."""
+        return [age[1] for run in self.disk(host).glob("*") for age, _ in held_copies(run)]
+
+
+class Session:
+    """The copies of a run that writes checkpoints of a small state."""
+
+    def __init__(self, make: Make, root: Path, names: str, number: int = 2, **settings: Any) -> None:
+        left_s = settings.pop("left_s", None)
+        self.plan = make(run={"checkpoint_copies": number}, pod={"num_instances": 1})
+        self.fleet = Hosts(self.plan, root, names, **settings)
+        self.warnings: List[str] = []
+        folder = Path(self.plan.run_dir)
+        folder.mkdir(exist_ok=True)
+        state = run_state.RunState(1, 2, "head", run_state.RUNNING, 0, 200)
+        (folder / layout.STATE).write_text(json.dumps(vars(state)))
+        disk = str(self.fleet.disk("head"))
+        self.copies = CheckpointCopies(
+            self.plan, self.fleet, self.warnings.append, lambda line: None, lambda: left_s, disk
+        )
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(self.copies)
+
+    def start(self) -> Session:
+        self.copies.handle(STARTED)
+        return self
+
+    def save(self, update: int) -> Checkpoint:
+        """Write a checkpoint, and report it to the copies."""
+        checkpoint = save(self.plan, update, keep=2)
+        began_s = time.monotonic()
+        self.copies.handle(CheckpointSaved(update, str(checkpoint.path), ""))
+        assert time.monotonic() - began_s < 5, "the run waits for copies"
+        return checkpoint
+
+    def is_held(self, host: str, update: int) -> bool:
+        return wait_until(lambda: self.fleet.held(host) == [update])
+
+    def end(self, interrupted: bool = False) -> Dict[str, Any]:
+        """End the run; return the entry of its summary."""
+        self.copies.handle(RunEnded(0, interrupted, "", None))
+        found: Dict[str, Any] = self.copies.summary()["checkpoint_copies"]
+        self.close()
+        return found
+
+    def close(self) -> None:
+        self._stack.close()
+        assert not [each for each in threading.enumerate() if each.name == "checkpoint copies"]
+
+
+Open = Callable[..., Session]
+
+
+@pytest.fixture
+def session(make: Make, tmp_path: Path) -> Iterator[Open]:
+    """`session("b c", number)`: copies of a run on these hosts and the coordinator's."""
+    found: List[Session] = []
+
+    def build(names: str, number: int = 2, **settings: Any) -> Session:
+        found.append(Session(make, tmp_path / "hosts", names, number, **settings))
+        return found[-1].start()
+
+    yield build
+    for each in found:
+        each.close()
+
+
+def test_the_newest_checkpoint_is_kept_on_so_many_hosts(session: Open) -> None:
+    run = session("b c d", 3)
+    for update in (44, 88):
+        run.save(update)
+        assert run.is_held("b", update)
+        assert run.is_held("c", update)
+    summary = run.end()
+    assert (summary["checkpoint"], summary["wanted"], summary["held"]) == ("update-00000088", 3, 3)
+    assert (summary["hosts"][1:], summary["failed"]) == (["b", "c"], 0)
+    assert not run.fleet.disk("d").exists()
+    assert run.warnings == []
+    for host in ("b", "c"):
+        (folder,) = run.fleet.disk(host).iterdir()
+        assert folder.name == summary["run_id"]
+        assert {path.name for path in folder.iterdir()} == {"000001-00000088", "ended"}
+        assert (folder / "ended").read_text() == "000001-00000088"
+
+
+def fail_from(first: int) -> Fault:
+    """Return the fault of a host that is lost at a request."""
+
+    def fault(number: int, request: Request) -> Optional[Request]:
+        if number >= first:
+            raise ConnectionError("the host is lost")
+        return request
+
+    return fault
+
+
+@pytest.mark.parametrize("first", [1, 2, 4, 7])
+def test_another_host_takes_the_place_of_one_that_is_lost_in_a_transfer(session: Open, first: int) -> None:
+    run = session("b c")
+    run.fleet.faults["b"] = fail_from(first)
+    run.save(44)
+    assert run.is_held("c", 44)
+    run.fleet.faults.clear()  # b returns
+    run.save(88)
+    assert run.is_held("c", 88)
+    summary = run.end(interrupted=True)
+    assert (summary["hosts"][1:], summary["failed"]) == (["c"], 1)
+    (warning,) = run.warnings
+    assert warning == "update-00000044 is not copied to host b, the next host takes its place: the host is lost"
+    assert run.fleet.held("b") == []
+    (folder,) = run.fleet.disk("c").iterdir()
+    assert not (folder / "ended").exists()  # an interrupted run
+
+
+def test_a_host_that_keeps_failing_is_a_warning_and_is_tried_again_with_the_next_checkpoint(session: Open) -> None:
+    run = session("b")
+    run.fleet.faults["b"] = fail_from(4)
+    run.save(44)
+    assert wait_until(lambda: len(run.fleet.servers) == 2)  # each checkpoint is tried twice
+    run.save(88)
+    assert wait_until(lambda: len(run.fleet.servers) == 4)
+    run.fleet.faults.clear()
+    run.save(132)
+    assert run.is_held("b", 132)
+    assert (run.end()["held"], len(run.warnings)) == (2, 2)
+    assert "is not copied to host b" in run.warnings[0]
+    assert run.warnings[1] == (
+        "update-00000044 is on 1 of 2 hosts (--checkpoint-copies): no other host can keep a copy at the moment"
+    )
+
+
+def test_the_newest_checkpoint_wins_while_a_host_is_slow(session: Open) -> None:
+    run, released, arrived = session("b"), threading.Event(), threading.Event()
+
+    def wait(number: int, request: Request) -> Request:
+        if request[0] == "commit":
+            arrived.set()
+            assert released.wait(60)
+        return request
+
+    run.fleet.faults["b"] = wait
+    run.save(44)
+    assert arrived.wait(60)
+    for update in (88, 132, 176):  # retention removes the one that is being sent: its files are open
+        run.save(update)
+    assert not Path(run.plan.run_dir, "checkpoints", "update-00000044").exists()
+    released.set()
+    assert run.is_held("b", 176)
+    ((_, server),) = run.fleet.servers
+    assert server.methods.count("finish") == 2  # 44 and 176
+    assert (run.end()["held"], run.warnings) == (2, [])
+
+
+def test_a_checkpoint_that_is_removed_before_it_is_sent_is_passed_over(session: Open) -> None:
+    run = session("b")
+    removed = save(run.plan, 44)
+    files.remove_folder(removed.path)
+    run.copies.handle(CheckpointSaved(44, str(removed.path), ""))
+    run.save(88)
+    assert run.is_held("b", 88)
+    assert (run.end()["failed"], run.warnings) == (0, [])
+
+
+def test_a_checkpoint_that_is_damaged_here_is_no_fault_of_the_other_host(session: Open) -> None:
+    run = session("b c")
+    damaged = save(run.plan, 44)
+    weights = damaged.path / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    run.copies.handle(CheckpointSaved(44, str(damaged.path), ""))
+    assert wait_until(lambda: run.copies._failed == 1)
+    run.save(88)
+    assert run.is_held("b", 88)
+    assert run.end()["hosts"][1:] == ["b"]
+    (warning,) = run.warnings
+    assert "update-00000044 is not copied to other hosts" in warning
+    assert "the SHA-256 of weights.safetensors does not match" in warning
+
+
+def test_the_end_of_the_run_waits_for_a_limited_time(session: Open) -> None:
+    run, released = session("b", left_s=0.3), threading.Event()
+
+    def wait(number: int, request: Request) -> Request:
+        if request[0] == "commit":
+            assert released.wait(60)
+        return request
+
+    run.fleet.faults["b"] = wait
+    run.save(44)
+    run.copies.handle(RunEnded(44, False, "", None))
+    released.set()
+    summary = run.copies.summary()["checkpoint_copies"]
+    assert (summary["checkpoint"], summary["held"]) == ("update-00000044", 1)
+    assert run.warnings == ["the last checkpoint is not copied to other hosts within 0 s"]
+
+
+def test_fewer_hosts_than_copies_are_a_warning(session: Open) -> None:
+    run = session("b", 3)
+    run.save(44)
+    assert run.is_held("b", 44)
+    assert run.end()["held"] == 2
+    first, second = run.warnings
+    assert first.startswith("--checkpoint-copies 3: only 1 other host is alive, so there are fewer copies until")
+    assert second.startswith("update-00000044 is on 2 of 3 hosts")
+
+
+def test_hosts_with_one_disk_count_as_one(session: Open) -> None:
+    run = session("b c d e", 3, shared=("b", "c", "head"))
+    run.save(44)
+    assert run.is_held("e", 44)
+    assert run.end()["hosts"][1:] == ["d", "e"]
+    assert [each.partition(":")[0] for each in run.warnings] == [
+        f"host {host} keeps no copies of checkpoints" for host in ("b", "c")
+    ]
+    assert "is that of the coordinator's host" in run.warnings[0]
+    assert not list(run.fleet.disk("b").rglob("*.host"))
+
+
+def test_a_copy_that_a_host_has_already_is_not_sent_again(session: Open) -> None:
+    first = session("b")
+    first.save(44)
+    assert first.is_held("b", 44)
+    identity = first.end(interrupted=True)["run_id"]
+    again = session("b")
+    assert again.end()["held"] == 2
+    ((_, server),) = again.fleet.servers
+    assert server.methods == ["open", "end", "close"]
+    assert again.copies.summary()["checkpoint_copies"]["run_id"] == identity
+
+
+def test_without_copies_nothing_is_started(session: Open) -> None:
+    run = session("b", 1)
+    run.save(44)
+    assert run.copies.summary() == {}
+    assert run.fleet.servers == []
+    assert not Path(run.plan.run_dir, layout.COPIES).exists()
+
+
+@pytest.mark.parametrize(
+    ("fleet", "hosts", "words"),
+    [
+        ("inline", 3, "the inline fleet uses one: omit --fleet inline, or use 1"),
+        ("ray", 1, "the run has 1: name more in a --cluster file, or use 1"),
+        ("ray", 2, "the run has 2: use at most 2"),
+        ("ray", 3, ""),
+    ],
+)
+def test_copies_that_no_host_of_the_plan_can_keep_are_rejected(make: Make, fleet: str, hosts: int, words: str) -> None:
+    config = make(run={"checkpoint_copies": 3, "fleet": fleet}, pod={"num_instances": 1}).config
+    with contextlib.ExitStack() as stack:
+        if words:
+            stack.enter_context(pytest.raises(ConfigError, match=f"^--checkpoint-copies 3 needs 3 hosts, and {words}$"))
+        compatibility.check_copies(config, hosts)
+
+
+def test_a_run_continues_from_a_copy_with_the_same_weights(make: Make, tmp_path: Path) -> None:
+    def plan_for(updates: int, **run: Any) -> Plan:
+        settings = {"fleet": "inline", "device": "emulated", "checkpoint_every": "4 updates", **run}
+        training = {"updates": updates, "model": "tiny", "lr_schedule": "constant", "evaluate_every": 2}
+        return make(training=training, pod={"num_instances": 1}, run=settings)
+
+    whole = weights_of(run_here(plan_for(14)))
+    files.remove_folder(Path(plan_for(14).run_dir))
+    plan = plan_for(14, checkpoint_copies=2)
+    run_folder.create(plan)
+    fleet = Hosts(plan, tmp_path / "hosts", "b")
+    copies = CheckpointCopies(plan, fleet, pytest.fail, lambda line: None, folder=str(fleet.disk("head")))
+    state = run_state.StateFile(Path(plan.run_dir), RunView(plan))
+    with Sinks(plan) as sinks, state:
+        events: Iterator[Event] = coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0), copies=copies)
+        with contextlib.closing(events):  # type: ignore[type-var]
+            for event in events:
+                for recorder in (sinks, state, copies):
+                    recorder.handle(event)
+                if isinstance(event, CheckpointSaved) and event.update == 8:
+                    assert wait_until(lambda: 8 in fleet.held("b"))
+                    break  # the coordinator is lost, with its disk
+    files.remove_folder(Path(plan.run_dir))
+    (run,) = fleet.disk("b").iterdir()
+    ((_, copy),) = held_copies(run)
+    copy.rename(plan.run_dir)
+    assert verify_data.verify(Path(plan.run_dir)).is_proved
+    resumed = plan_for(14, resume=plan.run_dir)
+    assert resume.find_checkpoint(resumed).checkpoint.update == 8
+    run_folder.check_may_write(resumed)
+    assert weights_of(run_here(resumed)) == whole
+    verdict = verify_data.verify(Path(plan.run_dir))
+    assert verdict.is_proved
+    assert any(line.startswith("proved: 14 updates") for line in verdict.lines)

@@ -1,0 +1,192 @@
+"""The supervision of programs on scripted hosts: signals, failures, the end of what is left, and the exit code."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any, Callable, Iterator, List, Tuple
+
+import pytest
+
+from raypod.errors import ProgramFailed
+from raypod.plan.cluster import Cluster, Host
+from raypod.plan.placement import Sizes, place
+from raypod.runtime.launcher.output import Console, Output
+from raypod.runtime.launcher.records import STDERR, HostReport, ProgramEnd
+from raypod.runtime.launcher.supervision import Interrupted, Signals, Supervision
+
+GRACE_S = 4.0
+PLACEMENT = place(Cluster("two", (Host("a", "a"), Host("b", "b"))), Sizes(2, 2, 1))
+
+
+class ScriptedHosts:
+    """Two hosts. `script` holds (seconds, action) pairs in order; `calls` what was asked of the hosts, and when."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s, self.signals = 0.0, Signals()
+        self.script: List[Tuple[float, Callable[[], Any]]] = []
+        self.calls: List[Any] = []
+        self.observed: List[int] = []
+        self.are_done = False
+        monkeypatch.setattr("time.monotonic", lambda: self.now_s)
+
+    def reports(self, within_s: float) -> Iterator[Tuple[int, HostReport]]:
+        self.now_s += within_s
+        while self.script and self.script[0][0] <= self.now_s:
+            found = self.script.pop(0)[1]()
+            if found is not None:
+                yield found
+
+    def signal(self, number: int) -> None:
+        self.calls.append((round(self.now_s), "signal", number))
+
+    def end(self, grace_s: float) -> None:
+        self.calls.append((round(self.now_s), "end", grace_s))
+
+    def receive(self, number: int) -> Callable[[], None]:
+        return lambda: signal.raise_signal(number)
+
+    def exits(self, instance: int, code: int = 0, text: bytes = b"") -> Callable[[], Any]:
+        """A program ends, and closes its output."""
+        ends = (ProgramEnd(instance, code, f"exit code {code}"),)
+        return lambda: (instance, HostReport(((instance, STDERR, text),), ends, True, False))
+
+    def finish(self) -> None:
+        self.are_done = True
+
+    def run(self, folder: Any) -> int:
+        output = Output(str(folder), 2, Console())
+        self.script.sort(key=lambda each: each[0])
+        try:
+            with self.signals.handled(record=True):
+                observe = lambda host, report: self.observed.append(host)  # noqa: E731
+                return Supervision(self, PLACEMENT, output, self.signals, GRACE_S, observe).run()
+        finally:
+            output.close()
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> ScriptedHosts:
+    (tmp_path / "logs").mkdir()
+    return ScriptedHosts(monkeypatch)
+
+
+def test_what_is_left_when_all_programs_have_ended_is_ended(hosts: ScriptedHosts, tmp_path: Any) -> None:
+    hosts.script = [(1, hosts.exits(0)), (3, hosts.exits(1)), (9, hosts.finish)]
+    assert hosts.run(tmp_path) == 0
+    assert hosts.calls == [(3, "end", GRACE_S)]
+    assert hosts.observed == [0, 1]
+
+
+def test_descendants_that_keep_the_output_open_have_the_grace_period(hosts: ScriptedHosts, tmp_path: Any) -> None:
+    def is_open(instance: int) -> Any:
+        return instance, HostReport((), (ProgramEnd(instance, 0, ""),), False, False)
+
+    hosts.script = [(1, lambda: is_open(0)), (3, lambda: is_open(1))]  # the hosts never answer
+    assert hosts.run(tmp_path) == 0
+    assert hosts.calls == [(3 + GRACE_S, "end", GRACE_S)]
+    assert 3 + GRACE_S + 9 <= round(hosts.now_s, 1) <= 3 + GRACE_S + 9.5
+
+
+CPP = "terminate called after throwing an instance of 'E'\n  what():  no device\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "cause"),
+    [
+        (1, "Traceback:\nValueError: broken\n", "exit code 1 (ValueError: broken)"),
+        (3, "Traceback:\nValueError: broken\n", "exit code 3"),
+        (134, CPP, "exit code 134 (what(): no device)"),
+    ],
+)
+def test_the_first_failure_ends_the_others_and_is_the_error(
+    hosts: ScriptedHosts, tmp_path: Any, code: int, stderr: str, cause: str
+) -> None:
+    hosts.script = [(1, hosts.exits(1, code, stderr.encode())), (2, hosts.exits(0, 9)), (3, hosts.finish)]
+    with pytest.raises(ProgramFailed) as found:
+        hosts.run(tmp_path)
+    assert str(found.value) == f"instance 1 on host b failed: {cause}; its log: {tmp_path}/logs/instance-1.log"
+    assert found.value.exit_code == code
+    assert hosts.calls == [(1, "end", GRACE_S)]
+
+
+OF_PEER = "[rank1]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:6"
+
+
+@pytest.mark.parametrize("stderr", [OF_PEER, "horovod.common.HorovodInternalError: shut down", "E: a peer has ended"])
+@pytest.mark.parametrize("seconds", [(1, 2), (2, 2), (3, 2)])  # its process may end after its connections
+def test_a_program_that_ends_too_early_is_the_cause_of_the_failure_of_its_peer(
+    hosts: ScriptedHosts, tmp_path: Any, stderr: str, seconds: Tuple[int, int]
+) -> None:
+    stderr = stderr.replace("E: ", "_pod.PeerError: ")
+    failure = (seconds[1], hosts.exits(1, 1, stderr.encode()))
+    hosts.script = [failure, (seconds[0], hosts.exits(0)), (5, hosts.finish)]
+    with pytest.raises(ProgramFailed) as found:
+        hosts.run(tmp_path)
+    shown = stderr.replace("[rank1]: ", "")
+    assert str(found.value) == (
+        "instance 0 on host a failed: it ended too early, with exit code 0; instance 1 still needed it: exit code 1 "
+        f"({shown}); its log: {tmp_path}/logs/instance-0.log"
+    )
+    assert found.value.exit_code == 1
+    assert hosts.calls == [(max(seconds), "end", GRACE_S)]
+
+
+def test_the_failure_of_a_peer_is_not_the_cause_if_the_peer_fails_next(hosts: ScriptedHosts, tmp_path: Any) -> None:
+    hosts.script = [(1, hosts.exits(1, 1, OF_PEER.encode())), (2, hosts.exits(0, 3)), (3, hosts.finish)]
+    with pytest.raises(ProgramFailed, match="^instance 0 on host a failed: exit code 3") as found:
+        hosts.run(tmp_path)
+    assert found.value.exit_code == 3
+    assert hosts.calls == [(2, "end", GRACE_S)]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "seconds"),
+    [("ValueError: broken", 1), (OF_PEER, 5)],  # an exception of its own; the other one was ended after the failure
+)
+def test_a_program_that_ends_with_0_is_not_the_cause_of_every_failure(
+    hosts: ScriptedHosts, tmp_path: Any, stderr: str, seconds: int
+) -> None:
+    hosts.script = [(2, hosts.exits(1, 1, stderr.encode())), (seconds, hosts.exits(0)), (6, hosts.finish)]
+    with pytest.raises(ProgramFailed, match="^instance 1 on host b failed: exit code 1"):
+        hosts.run(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_forwarded_and_is_the_exit_code(hosts: ScriptedHosts, tmp_path: Any, number: int) -> None:
+    hosts.script = [(1, hosts.receive(number)), (2, hosts.exits(0, 5)), (2, hosts.exits(1)), (3, hosts.finish)]
+    with pytest.raises(Interrupted) as found:
+        hosts.run(tmp_path)
+    assert found.value.exit_code == 128 + number
+    assert hosts.calls == [(1, "signal", number), (2, "end", GRACE_S)]
+
+
+def test_programs_that_ignore_a_signal_are_ended_after_ten_grace_periods(hosts: ScriptedHosts, tmp_path: Any) -> None:
+    hosts.script = [(1, hosts.receive(signal.SIGTERM)), (60, hosts.finish)]
+    with pytest.raises(Interrupted):
+        hosts.run(tmp_path)
+    assert hosts.calls == [(1, "signal", signal.SIGTERM), (1 + 10 * GRACE_S, "end", GRACE_S)]
+
+
+def test_a_second_signal_kills_the_programs(hosts: ScriptedHosts, tmp_path: Any) -> None:
+    hosts.script = [(1, hosts.receive(signal.SIGINT)), (3, hosts.receive(signal.SIGINT)), (4, hosts.finish)]
+    with pytest.raises(Interrupted):
+        hosts.run(tmp_path)
+    assert hosts.calls == [(1, "signal", signal.SIGINT), (3, "end", 0.0)]
+
+
+def test_a_message_for_the_programs_is_passed_on_and_ends_no_launch(hosts: ScriptedHosts, tmp_path: Any) -> None:
+    messages = (signal.SIGUSR1, signal.SIGUSR2)
+    hosts.script = [(1, hosts.receive(number)) for number in messages]
+    hosts.script += [(2, hosts.exits(0)), (2, hosts.exits(1)), (3, hosts.finish)]
+    assert hosts.run(tmp_path) == 0
+    assert hosts.calls == [*((1, "signal", number) for number in messages), (2, "end", GRACE_S)]
+    assert hosts.signals.take_messages() == []
+
+
+def test_a_signal_before_the_programs_run_is_raised_at_once_and_again_where_it_was_ignored() -> None:
+    signals = Signals()
+    with pytest.raises(Interrupted), signals.handled():
+        signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(Interrupted) as again, signals.handled():
+        raise AssertionError("Python ignores an exception in a finalizer")
+    assert again.value.exit_code == 128 + signal.SIGTERM

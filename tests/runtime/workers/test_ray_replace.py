@@ -1,0 +1,191 @@
+"""Replacements of lost instances, and the end of frozen processes, with a scripted Ray."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Callable, Dict, List, Set, Tuple
+
+import pytest
+
+from raypod.errors import HostLost
+from raypod.events import InstanceStarted
+from raypod.plan.cluster import LOCAL, Cluster, Host
+from raypod.plan.plan import make_plan
+from raypod.plan.resolve import from_values
+from raypod.runtime.workers import ray_replace
+from raypod.runtime.workers.ray import RayFleet
+from raypod.runtime.workers.ray_replace import ProcessKiller, Replacements
+from raypod.system.activity_record import Identity
+from raypod.training.tasks.registry import facts_of
+from tests.support.scripted_ray import NEVER, ActorDied, RayError, Ref, ScriptedActor, ScriptedRay, node
+
+Replace = Callable[..., Any]
+
+
+@pytest.fixture
+def draining(monkeypatch: pytest.MonkeyPatch) -> Set[str]:
+    found: Set[str] = set()
+    monkeypatch.setattr(ray_replace, "draining_nodes", lambda: found)
+    monkeypatch.setattr(ray_replace, "node_affinity", lambda node: {"node": node["NodeID"]})
+    return found
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch, draining: Set[str]) -> ScriptedRay:
+    return ScriptedRay(monkeypatch, *map(node, "abc"))
+
+
+class Scene:
+    """Two instances on the hosts a and b of a cluster with a third one; `ready_s` maps nodes to when actors respond."""
+
+    def __init__(self, ray: ScriptedRay, cluster: str = "abc", is_elastic: bool = True) -> None:
+        hosts = Cluster("pod", tuple(Host(f"host {name}", name) for name in cluster)) if cluster else LOCAL
+        self.ray, self.ready_s, self.leave_s = ray, dict.fromkeys("abc", NEVER), NEVER
+        self.started: List[Tuple[int, str, Any]] = []
+        specs = [SimpleNamespace(host_index=0), SimpleNamespace(host_index=1)]
+        placement = SimpleNamespace(cluster=hosts, hosts=hosts.hosts, instances=specs, instances_on=lambda host: [host])
+        placement.sizes = SimpleNamespace(local_ipus=2)
+        config = SimpleNamespace(pod=SimpleNamespace(is_elastic=is_elastic), run=SimpleNamespace(start_timeout_s=300.0))
+        plan: Any = SimpleNamespace(
+            config=config, placement=placement, log_file=lambda index: f"{index}.log", run_dir="run"
+        )
+        reservation: Any = SimpleNamespace(
+            node_ids=["a", "b"], options=lambda host, share: {"bundle": (host, share)}, bundles=[{"IPU": 2.0}] * 2
+        )
+        killer: Any = ray
+        self.replacements = Replacements(ray, plan, reservation, killer, lambda: ray.now_s >= self.leave_s)
+
+    def start(self, lost: List[int], may_share_hosts: bool = False, nodes: str = "ab") -> Dict[int, str]:
+        """Replace instances; return their nodes."""
+
+        def start_actor(index: int, on: Dict[str, Any], options: Dict[str, Any]) -> ScriptedActor:
+            self.started.append((index, on["NodeID"], options))
+            ready_s = self.ready_s[on["NodeID"]]
+            error = ActorDied("it did not start") if ready_s < 0 else None
+            return ScriptedActor(index, {"beat": lambda: Ref(error, ready_s)})
+
+        found = self.replacements.start(lost, list(map(node, nodes)), may_share_hosts, start_actor)
+        return {index: each.node["NodeID"] for index, each in found.items()}
+
+
+def test_an_instance_is_replaced_on_its_host_and_in_its_part_of_the_reservation(ray: ScriptedRay) -> None:
+    scene = Scene(ray)
+    scene.ready_s["b"] = ray.now_s + 9.5
+    assert scene.start([1]) == {1: "b"}
+    assert scene.started == [(1, "b", {"bundle": (1, 1)})]
+    assert not ray.killed
+
+
+@pytest.mark.parametrize("silent_s", [NEVER, -1.0])
+def test_a_host_that_does_not_respond_is_left_for_an_unused_one_then_for_a_used_one(
+    ray: ScriptedRay, silent_s: float
+) -> None:
+    scene, began_s = Scene(ray), ray.now_s
+    scene.ready_s.update(a=0.0, b=silent_s, c=silent_s)
+    assert scene.start([1], may_share_hosts=True) == {1: "a"}
+    elsewhere = {"max_restarts": 0}
+    assert scene.started[1:] == [(1, "c", {"node": "c", **elsewhere}), (1, "a", {"node": "a", **elsewhere})]
+    assert ray.killed == [1, 1]
+    assert ray.now_s - began_s == (20 if silent_s > 0 else 0)
+    scene.ready_s["c"] = 0.0
+    assert scene.start([1]) == {1: "c"}
+    assert scene.started[-1] == (1, "c", {"node": "c", **elsewhere, "resources": {"IPU": 2.0}})
+
+
+def test_two_lost_instances_are_replaced_on_hosts_of_their_own_and_none_if_one_has_no_host(ray: ScriptedRay) -> None:
+    scene = Scene(ray)
+    scene.ready_s.update(a=0.0, b=0.0)
+    assert scene.start([0, 1]) == {0: "a", 1: "b"}
+    scene.ready_s["b"], scene.leave_s = NEVER, ray.now_s + 5
+    with pytest.raises(HostLost, match="host host b is lost, with instance 1: neither this host nor any other host"):
+        scene.start([0, 1])
+    assert ray.killed == [1, 0]  # also the replacement that was found
+
+
+@pytest.mark.parametrize("may_share", [True, False])
+@pytest.mark.parametrize("dead", ["ab", "b"])
+def test_instances_of_two_lost_hosts_are_replaced_on_two_spare_ones(
+    ray: ScriptedRay, may_share: bool, dead: str
+) -> None:
+    scene = Scene(ray, "abcd")
+    ray.found_nodes.append(node("d"))
+    scene.ready_s.update(dict.fromkeys("abcd", 0.0))
+    scene.ready_s.update(dict.fromkeys(dead, NEVER))
+    assert scene.start([0, 1], may_share) == ({0: "c", 1: "d"} if dead == "ab" else {0: "a", 1: "c"})
+
+
+def test_instances_of_two_lost_hosts_share_the_only_spare_one_if_they_may(ray: ScriptedRay) -> None:
+    scene = Scene(ray)
+    scene.ready_s["c"] = 0.0
+    assert scene.start([0, 1], may_share_hosts=True) == {0: "c", 1: "c"}
+    with pytest.raises(HostLost, match="with instance 1"):
+        scene.start([0, 1])
+
+
+def test_instances_of_one_lost_host_stay_together(ray: ScriptedRay) -> None:
+    scene = Scene(ray, "abcd")
+    ray.found_nodes.append(node("d"))
+    scene.ready_s.update(c=0.0, d=0.0)
+    assert scene.start([0, 1], nodes="bb") == {0: "c", 1: "c"}
+
+
+@pytest.mark.parametrize(("is_elastic", "seconds"), [(True, 30), (False, 300)])
+def test_an_elastic_run_gives_its_last_host_up_earlier(ray: ScriptedRay, is_elastic: bool, seconds: float) -> None:
+    scene, began_s = Scene(ray, "", is_elastic), ray.now_s
+    with pytest.raises(HostLost):
+        scene.start([1])
+    assert seconds <= ray.now_s - began_s < seconds + 1
+
+
+@pytest.mark.parametrize("noticed_after_s", [0, 5])
+def test_a_preempted_run_waits_for_no_replacement(ray: ScriptedRay, noticed_after_s: float) -> None:
+    scene, began_s = Scene(ray, ""), ray.now_s
+    scene.leave_s = began_s + noticed_after_s
+    with pytest.raises(HostLost):
+        scene.start([1])
+    assert noticed_after_s <= ray.now_s - began_s < noticed_after_s + 1
+    assert ray.killed == [1] * (noticed_after_s > 0)
+
+
+def test_there_is_room_on_hosts_that_are_not_drained(ray: ScriptedRay, draining: Set[str]) -> None:
+    room, nodes = Scene(ray).replacements.has_room_for, [node("a"), node("b")]
+    draining.add("b")
+    assert room((1,), nodes, False)
+    draining.add("c")
+    assert not room((1,), nodes, False)
+    assert room((1,), nodes, True)
+    draining.add("a")  # the coordinator's own
+    assert not room((1,), nodes, True)
+    draining.clear()
+    ray.found_nodes = [node("a"), node("d")]  # d is not in the cluster
+    assert [room((0, 1), [node("b"), node("b")], may_share) for may_share in (False, True)] == [False, True]
+
+
+def test_a_frozen_process_is_killed_by_its_pid_on_its_host(ray: ScriptedRay) -> None:
+    tasks: List[Any] = []
+    ray.start = lambda options, *identity: tasks.append((options["node"], identity)) or Ref(None, NEVER)
+    killer = ProcessKiller(ray)
+    frozen, other = Identity(77, 5, 3, 4), Identity(78, 6, 3, 4)
+    identities = {0: Ref(frozen), 1: Ref(None, NEVER), 2: Ref(RayError("it did not start")), 3: Ref(other)}
+    actors = [ScriptedActor(index, {"identity": lambda ref=ref: ref}) for index, ref in identities.items()]
+    for actor in actors:
+        killer.register(actor, node("b"))
+    killer.kill(actors[3])
+    for actor in actors:
+        killer.kill_frozen(actor)
+    assert tasks == [("b", (frozen,))]
+    assert ray.killed == [3, 0, 1, 2, 3]
+    began_s = ray.now_s
+    killer.close()
+    killer.close()
+    assert ray.now_s - began_s == 10
+    assert len(ray.cancelled) == 1
+
+
+def test_a_replaced_instance_is_on_the_host_to_which_it_was_moved() -> None:
+    config = from_values({"pod": {"replicas": 2, "num_instances": 2}, "run": {"device": "emulated"}})
+    cluster = Cluster("two", (Host("first", "a"), Host("second", "b")))
+    fleet = RayFleet(make_plan(config, cluster, facts_of(config), "/run"))
+    fleet._nodes = [node("a"), node("a")]
+    fleet._started = [InstanceStarted(index, "ab"[index], 385, "emulated", "", 1, ()) for index in range(2)]
+    assert [each.host for each in fleet.started()] == ["first", "first"]

@@ -1,0 +1,382 @@
+"""Waits for scripted actors: everything that was sent is yielded, and the survivors of a loss are released.
+
+Pauses of this process are detected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Dict, List, Tuple
+
+import pytest
+
+from raypod.errors import ClusterError, CollectiveBroken, DeviceFailed
+from raypod.events import HeartbeatReport
+from raypod.plan.plan import Plan
+from raypod.runtime.worker.control import IDLE
+from raypod.runtime.workers.base import FleetBroken
+from raypod.runtime.workers.ray_wait import NO_VALUE, PauseDetector, take_ready
+from raypod.runtime.workers.ray_watch import Watch
+from raypod.system.activity_record import Activity
+from tests.support.scripted_ray import NEVER, ActorDied, Ref, ScriptedActor, ScriptedRay, Stream, TaskError
+
+BOUND = (100.0, "run.report_timeout_s")
+IN_CALL = "in call 3"
+
+
+class Fleet:
+    """Four scripted actors and their watch. The streams of all yield a report at once, and end when aborted."""
+
+    def __init__(self, ray: ScriptedRay, plan: Plan) -> None:
+        self.ray, self.frozen = ray, -1
+        self.duration_s: Callable[[], float] = lambda: 1.0  # of the current activity of all
+        self.reports = [HeartbeatReport(index, IN_CALL, 1.0, 2, 0.5, True) for index in range(4)]
+        self.streams = [Stream([(0.0, f"report {index}")], NEVER) for index in range(4)]
+        self.actors = [
+            ScriptedActor(
+                index,
+                {
+                    "beat": lambda index=index: self.beat(index),
+                    "abort_collectives": lambda index=index: self.abort(index),
+                    "stack": lambda: Ref("the stack"),
+                },
+            )
+            for index in range(4)
+        ]
+        hosts = [f"h{index}" for index in range(4)]
+        self.watch = Watch(ray, plan, self.actors, hosts, ray)  # type: ignore[arg-type]
+        self.watch.record_heartbeats(dict(enumerate(self.reports)))
+        self.watch.add_streams({stream: index for index, stream in enumerate(self.streams)})
+
+    def beat(self, index: int) -> Ref:
+        if index == self.frozen:
+            return Ref(None, NEVER)
+        return Ref(dataclasses.replace(self.reports[index], duration_s=self.duration_s()))
+
+    def abort(self, index: int) -> Ref:
+        self.streams[index].end_s = 0.0
+        return Ref(None)
+
+    def die(self, index: int) -> None:
+        self.streams[index].items.append((0.0, ActorDied("its process ended")))
+
+    def follow(self, on_tick: Callable[[], None] = lambda: None) -> Tuple[List[Any], Any]:
+        """Return all yielded items, and the error."""
+        found = []
+        try:
+            for index, item in self.watch.follow():
+                if index is None:
+                    on_tick()
+                else:
+                    found.append(item)
+        except FleetBroken as broken:
+            return found, broken
+        return found, None
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> ScriptedRay:
+    return ScriptedRay(monkeypatch)
+
+
+@pytest.fixture
+def fleet(make: Callable[..., Plan], ray: ScriptedRay) -> Fleet:
+    return Fleet(ray, make(pod={"replicas": 4, "num_instances": 4}))
+
+
+def test_all_ready_results_and_items_are_taken_with_two_waits(ray: ScriptedRay) -> None:
+    results, streams = [Ref(number) for number in range(64)], [Stream([(0.0, "item")]) for _ in range(64)]
+    late = [Ref("late", NEVER), Stream([(NEVER, "late")])]
+    refs = [*results, *late, *streams]
+    arrivals = take_ready(ray, refs, 1.0)
+    assert [each.ref for each in arrivals] == [*results, *streams]
+    assert [each.value for each in arrivals] == [*range(64), *["item"] * 64]
+    assert [each.is_finished for each in arrivals] == [True] * 64 + [False] * 64
+    assert ray.waits == 2
+    ends = take_ready(ray, [*late, *streams], 1.0)
+    assert [(each.value, each.is_finished) for each in ends] == [(NO_VALUE, True)] * 64
+
+
+def test_an_error_is_that_of_its_reference_only(ray: ScriptedRay) -> None:
+    died = ActorDied("its process ended")
+    good, bad = take_ready(ray, [Ref(1), Ref(died)], 1.0)
+    assert (good.value, good.error, good.is_finished) == (1, None, True)
+    assert (bad.error, bad.is_finished) == (died, True)
+
+
+def test_the_wait_is_bounded(ray: ScriptedRay) -> None:
+    assert take_ready(ray, [Ref(1, NEVER)], 0.5) == []
+    assert ray.now_s == 1000.5
+    assert take_ready(ray, [], 0.5) == []
+
+
+def test_a_long_interval_between_two_polls_is_a_pause(ray: ScriptedRay) -> None:
+    pauses = PauseDetector()
+    ray.now_s += 1.0
+    assert pauses.poll() == 0.0
+    ray.now_s += 20.0
+    assert pauses.poll() == 18.0  # the first two seconds count, or many pauses would keep a timeout from ending
+    assert pauses.poll() == 0.0
+    ray.now_s += 1.0
+    assert pauses.within(0.5, ray.now_s) == 0.0
+    assert pauses.within(11.0, ray.now_s) == 10.0
+    assert pauses.within(100.0, ray.now_s) == 18.0
+
+
+def lost(broken: FleetBroken) -> List[Tuple[int, str]]:
+    return [(loss.instance, loss.kind) for loss in broken.losses]
+
+
+def pause(fleet: Fleet, answers: Dict[int, Ref]) -> Callable[[], None]:
+    """Return what requests a pause at the first tick."""
+    requested: List[Any] = []
+
+    def request() -> None:
+        if not requested:
+            refs = {answers.get(index, Ref(3)): index for index in range(4)}
+            requested.append(fleet.watch.add_requests(refs, "pause of all instances", BOUND))
+
+    return request
+
+
+def test_reports_that_arrive_during_a_pause_are_yielded_if_an_instance_dies_in_it(fleet: Fleet) -> None:
+    for index, stream in enumerate(fleet.streams):
+        stream.items.append((1000.5, f"second report {index}"))
+    found, broken = fleet.follow(pause(fleet, {3: Ref(ActorDied("its process ended"), 1000.2)}))
+    assert sorted(found) == sorted(f"{which} {index}" for index in range(4) for which in ("report", "second report"))
+    assert lost(broken) == [(3, "died")]
+
+
+def test_survivors_that_have_answered_the_pause_are_released(fleet: Fleet) -> None:
+    pausing = pause(fleet, {3: Ref(ActorDied("its process ended"), 1001.0)})
+    fleet.reports[:3] = [HeartbeatReport(index, IDLE, 1.0, 2, 0.5, False) for index in range(3)]
+    _, broken = fleet.follow(pausing)
+    assert lost(broken) == [(3, "died")]
+    assert all("abort_collectives" in fleet.actors[index].called for index in range(3))
+    assert fleet.ray.now_s < 1003
+
+
+def test_an_instance_that_does_not_answer_a_pause_is_silent_and_the_others_survive(fleet: Fleet) -> None:
+    fleet.frozen = 3
+    _, broken = fleet.follow(pause(fleet, {3: Ref(None, NEVER)}))
+    assert lost(broken) == [(3, "silent")]
+    assert fleet.ray.killed == [3]
+
+
+def hold_the_lock(fleet: Fleet, index: int, calls_s: float, activity: str = IN_CALL) -> None:
+    """Let the interpreter lock of an instance be held: only its record, and faulthandler's stacks, can be read."""
+    began_s = fleet.ray.now_s
+
+    def on_host(function: str, instance: int) -> Ref:
+        assert instance == index
+        if function == "stacks":
+            return Ref("the stacks")
+        return Ref(Activity(activity, fleet.ray.now_s - began_s, 2, calls_s, 0.0))
+
+    fleet.frozen, fleet.ray.on_host = index, on_host
+
+
+def test_an_instance_that_holds_its_interpreter_lock_is_judged_by_its_record(fleet: Fleet) -> None:
+    began_s = fleet.ray.now_s
+    hold_the_lock(fleet, 3, calls_s=30.0)
+    _, broken = fleet.follow(pause(fleet, {3: Ref(None, NEVER)}))
+    assert lost(broken) == [(3, "stuck")]
+    assert "90.0 s" in broken.losses[0].cause  # three times its slowest call, although the pause was to end before
+    assert broken.losses[0].stack == "the stacks"
+    assert 90 < fleet.ray.now_s - began_s < 100
+
+
+def test_a_call_that_cannot_be_interrupted_may_end_after_the_loss_of_another_instance(fleet: Fleet) -> None:
+    hold_the_lock(fleet, 2, calls_s=30.0)
+    ends_s = fleet.ray.now_s + 40.0
+
+    def abort(index: int) -> Ref:
+        fleet.streams[index].end_s = ends_s if index == 2 else 0.0
+        return Ref(None, ends_s if index == 2 else 0.0)
+
+    fleet.abort = abort  # type: ignore[method-assign]
+    fleet.ray.now_s += 6.0
+    fleet.die(3)
+    _, broken = fleet.follow()
+    assert lost(broken) == [(3, "died")]
+    assert fleet.ray.now_s >= ends_s
+
+
+def test_a_call_on_ipus_may_take_minutes_but_not_without_the_others(fleet: Fleet) -> None:
+    hold_the_lock(fleet, 3, calls_s=0.5)
+    began_s = fleet.ray.now_s
+    fleet.watch.use_defaults_of("ipu")
+    _, broken = fleet.follow()
+    assert lost(broken) == [(3, "stuck")]
+    assert "run.stuck_after_s = 900" in broken.losses[0].cause
+    assert 900 < fleet.ray.now_s - began_s < 910
+
+
+@pytest.mark.parametrize("loads_s", [60.0, 120.0])
+def test_an_evaluation_that_loads_its_program_is_not_ended_by_a_request_that_it_cannot_answer(
+    fleet: Fleet, loads_s: float
+) -> None:
+    for stream in fleet.streams:
+        stream.end_s = 0.0
+    fleet.follow()
+    hold_the_lock(fleet, 3, calls_s=0.5, activity="evaluate")
+    ends_s = fleet.ray.now_s + loads_s
+    refs = {Ref("evaluated", ends_s if index == 3 else 0.0): index for index in range(4)}
+    evaluated = fleet.watch.add_requests(refs, "evaluate of all instances", BOUND)
+    fleet.watch.add_requests({Ref(None, ends_s): 3}, "abandon_evaluation", (25.0, "run.stop_timeout_s"))
+    _, broken = fleet.follow()
+    if loads_s < BOUND[0]:
+        assert (broken, evaluated.results) == (None, dict.fromkeys(range(4), "evaluated"))
+    else:
+        assert lost(broken) == [(3, "stuck")]
+
+
+def test_no_request_is_outstanding_once_the_fleet_is_broken(fleet: Fleet) -> None:
+    slow_s = fleet.ray.now_s + 4.0
+    aborted: List[int] = []
+
+    def abort_slowly(index: int) -> Ref:
+        aborted.append(index)
+        fleet.streams[index].end_s = 0.0
+        return Ref(None, slow_s)
+
+    fleet.abort = abort_slowly  # type: ignore[method-assign]
+    fleet.die(3)
+    _, broken = fleet.follow()
+    assert lost(broken) == [(3, "died")]
+    assert fleet.ray.now_s >= slow_s
+    assert aborted.count(0) == 1
+
+
+def test_a_survivor_that_uses_cpu_time_may_end_its_collectives_late(fleet: Fleet) -> None:
+    released_s = fleet.ray.now_s + 60.0
+    work = [0.0]
+
+    def beat(index: int) -> Ref:
+        work[0] += 0.5 if index == 1 else 0.0
+        cpu_s = work[0] if index == 1 else 0.0
+        return Ref(HeartbeatReport(index, IN_CALL, 1.0, 2, 0.5, True, cpu_s))
+
+    def abort(index: int) -> Ref:
+        fleet.streams[index].end_s = released_s if index == 1 else NEVER if index == 2 else 0.0
+        return Ref(None)
+
+    fleet.beat, fleet.abort = beat, abort  # type: ignore[method-assign]
+    fleet.die(3)
+    _, broken = fleet.follow()
+    assert lost(broken) == [(3, "died"), (2, "stuck")]
+    assert "did not abort its collectives" in broken.losses[1].cause
+    assert fleet.ray.now_s >= released_s
+
+
+def test_the_results_that_arrived_before_a_loss_are_kept(fleet: Fleet) -> None:
+    for stream in fleet.streams:
+        stream.end_s = 0.0
+    fleet.follow()
+    refs = {Ref("saved"): 0, Ref(ActorDied("its process ended")): 1}
+    with pytest.raises(FleetBroken) as caught:
+        fleet.watch.results(refs, "finish_saves of all instances", BOUND)
+    assert caught.value.results == {0: "saved"}
+
+
+def test_a_request_has_a_timeout_that_does_not_count_pauses_of_this_process(fleet: Fleet) -> None:
+    for stream in fleet.streams:
+        stream.end_s = 0.0
+    fleet.follow()
+    wait, stopped = fleet.ray.wait, []
+
+    def stop_once(*arguments: Any, **options: Any) -> Any:
+        if not stopped:
+            stopped.append(True)
+            fleet.ray.now_s += 500.0
+        return wait(*arguments, **options)
+
+    fleet.ray.wait = stop_once  # type: ignore[method-assign]
+    refs = {Ref("late", fleet.ray.now_s + 550.0): 0}
+    assert fleet.watch.results(refs, "a call", BOUND) == {0: "late"}
+    with pytest.raises(FleetBroken, match=r"instance 0 on host h0 failed: waited 100 s for a call"):
+        fleet.watch.results({Ref("never", NEVER): 0}, "a call", BOUND)
+
+
+def test_a_frozen_instance_is_detected_although_this_process_pauses_all_the_time(fleet: Fleet) -> None:
+    started_s = fleet.ray.now_s
+
+    def pause() -> None:
+        fleet.ray.now_s += 5.0
+        assert fleet.ray.now_s - started_s < 120
+
+    fleet.frozen = 2
+    _, broken = fleet.follow(pause)
+    assert lost(broken) == [(2, "silent")]
+
+
+def test_the_time_in_which_the_whole_host_stood_still_makes_no_instance_stuck(fleet: Fleet) -> None:
+    began_s, paused = fleet.ray.now_s, []
+
+    def stand_still_once() -> None:
+        if fleet.ray.now_s > began_s + 5.0 and not paused:
+            paused.append(True)
+            fleet.ray.now_s += 300.0
+
+    fleet.frozen, fleet.duration_s = 2, lambda: fleet.ray.now_s - began_s
+    _, broken = fleet.follow(stand_still_once)
+    assert paused
+    assert lost(broken) == [(2, "silent")]
+
+
+def test_a_pause_while_the_survivors_end_their_calls_makes_none_stuck(
+    make: Callable[..., Plan], ray: ScriptedRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod, bounds = {"replicas": 4, "num_instances": 4}, {"silent_after_s": 6, "stop_timeout_s": 10}
+    fleet = Fleet(ray, make(pod=pod, run=bounds))
+    fleet.streams[0].items.append((0.0, TaskError(CollectiveBroken(0, "timed out"))))
+    released: List[int] = []
+
+    def abort(index: int) -> Ref:
+        if index == 2:  # it is frozen
+            return Ref(None, NEVER)
+        if index not in released:
+            released.append(index)
+            fleet.ray.now_s += 30.0 if index == 3 else 0.0
+            fleet.streams[index].end_s = fleet.ray.now_s + 3.0
+        return Ref(None)
+
+    fleet.frozen = 2
+    monkeypatch.setattr(fleet, "abort", abort)
+    _, broken = fleet.follow()
+    assert {*released} == {0, 1, 3}
+    assert lost(broken) == [(2, "silent")]
+
+
+def test_the_death_of_an_instance_is_the_cause_of_the_errors_of_the_others(fleet: Fleet) -> None:
+    for index in range(3):
+        fleet.streams[index].items.append((0.0, TaskError(CollectiveBroken(index, "connection reset"))))
+    fleet.streams[3].items.append((1000.8, ActorDied("its process ended")))
+    _, broken = fleet.follow()
+    assert lost(broken) == [(3, "died")]
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_survivors_whose_devices_have_failed_are_lost_after_the_cause(fleet: Fleet, dies: bool) -> None:
+    for index in (0, 2):
+        failed = DeviceFailed(index, "a link is down", "PARTITION_RESET")
+        fleet.streams[index].items.append((0.0, TaskError(failed)))
+    if dies:
+        fleet.die(3)
+    _, broken = fleet.follow()
+    assert lost(broken) == [*([(3, "died")] if dies else []), (0, "device"), (2, "device")]
+    assert {each.recovery_action for each in broken.losses if each.kind == "device"} == {"PARTITION_RESET"}
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_an_exception_in_an_instance_is_its_loss_unless_the_user_made_a_mistake(fleet: Fleet, is_lost: bool) -> None:
+    cause = ValueError("no such layer") if is_lost else ClusterError("no address in data_network")
+    fleet.streams[2].items.append((0.0, TaskError(cause)))
+    if not is_lost:
+        with pytest.raises(ClusterError, match="^no address in data_network$"):
+            fleet.follow()
+        return
+    _, broken = fleet.follow()
+    (loss,) = broken.losses
+    assert (loss.instance, loss.host, loss.kind, loss.cause) == (2, "h2", "raised", "ValueError: no such layer")
+    assert loss.log_file.endswith("/logs/instance-2.log")

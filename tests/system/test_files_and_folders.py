@@ -1,0 +1,243 @@
+"""Files are replaced atomically, append-only files survive a full disk, folders are created once, JSON has no NaN."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Callable, List
+
+import pytest
+
+from raypod.errors import WaitTimedOut
+from raypod.system import files
+from raypod.system.files import create_folder, create_numbered_folder, remove_empty
+from raypod.system.private import make_private
+from tests.support.faulty_disks import FlushedFiles
+
+
+def test_a_created_folder_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = FlushedFiles(monkeypatch)
+    created = create_numbered_folder(tmp_path / "runs" / "run")
+    files.make_folder(created[-1] / "checkpoints")
+    assert [path for path in (*created, created[-1] / "checkpoints") if flushed.size_of(path.parent) is None] == []
+
+
+def test_a_replaced_file_has_its_new_content_and_leaves_nothing_else(tmp_path: Path) -> None:
+    files.replace_file(tmp_path / "file", b"old")
+    (tmp_path / "file.partial").write_bytes(b"of a killed process")
+    files.replace_file(tmp_path / "file", b"new")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new"]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_large_file_is_flushed_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    ranges = []
+
+    def flush(descriptor: int, first: int, count: int, flags: int) -> None:
+        assert os.fstat(descriptor).st_size == first + count
+        ranges.append((first, count))
+
+    monkeypatch.setattr(files, "_CHUNK_BYTES", 8)
+    monkeypatch.setattr(files, "_sync_file_range", flush if is_known else None)
+    with files.new_file(tmp_path / "file") as file:
+        for part in (b"abcde", b"fgh", b"ijklmnopqrstuvwxyz", b"", b"0"):
+            file.write(part)
+    assert (tmp_path / "file").read_bytes() == b"abcdefghijklmnopqrstuvwxyz0"
+    assert ranges == ([(0, 8), (8, 8), (16, 8)] if is_known else [])
+
+
+def test_an_append_only_file_keeps_lines_while_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = files.AppendOnlyFile(tmp_path / "lines")
+    file.write_line("first")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", fail)
+        file.write_line("second")
+        file.sync()
+    assert file.path.read_text() == "first\n"
+    file.write_line("third")
+    assert file.path.read_text() == "first\nsecond\nthird\n"
+    file.close()
+
+
+class FailingDisk:
+    """A disk whose next operations of a kind fail with an error, and lose what was not flushed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, operation: str, *errors: int) -> None:
+        self.path, self.errors, self.flushed = path, list(errors), b""
+        self._operation, self._real = operation, getattr(os, operation)
+        monkeypatch.setattr(os, operation, self._fail_or_do)
+
+    def _fail_or_do(self, *arguments: Any) -> Any:
+        if self.errors:
+            if self._operation == "fsync":  # as NFS does: what the server did not take is no longer in the file
+                os.truncate(str(self.path), len(self.flushed))
+            number = self.errors.pop(0)
+            raise OSError(number, os.strerror(number))
+        done = self._real(*arguments)
+        self.flushed = self.path.read_bytes()
+        return done
+
+
+@pytest.mark.parametrize("operation", ["write", "fsync"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_an_error_of_the_disk_costs_an_append_only_file_no_line_and_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, number: int
+) -> None:
+    path, warnings = tmp_path / "lines", []  # type: ignore[var-annotated]
+    path.write_bytes(b"before\n")
+    file = files.AppendOnlyFile(path, warnings.append)
+    with monkeypatch.context() as patched:
+        disk = FailingDisk(patched, path, operation)
+        disk.flushed = b"before\n"
+        for count, line in enumerate(("first", "second", "third"), start=1):
+            disk.errors = [number] * 2 * (count < 3)
+            file.write_line(line)
+            file.sync()
+        assert path.read_bytes() == b"before\nfirst\nsecond\nthird\n"
+        disk.errors = [number] * 2
+        file.write_line("last")
+        file.close()
+    assert path.read_bytes() == b"before\nfirst\nsecond\nthird\nlast\n"
+    warning = f"cannot write {path} ({os.strerror(number)}); the run continues, and its lines are written later"
+    assert warnings == [warning] * 2
+
+
+def test_an_append_only_file_that_cannot_be_written_at_its_end_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = files.AppendOnlyFile(tmp_path / "lines")
+    FailingDisk(monkeypatch, file.path, "write", *[errno.EIO] * 9)
+    file.write_line("lost")
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        file.close()
+
+
+def test_a_flush_that_fails_removes_nothing_that_another_process_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = files.AppendOnlyFile(tmp_path / "lines")
+    file.write_line("own")
+    with file.path.open("a") as other:
+        other.write("of another process\n")
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "error")))
+    file.sync()
+    assert file.path.read_text() == "own\nof another process\n"
+
+
+def test_lines_are_flushed_before_they_need_much_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushes: List[int] = []
+    monkeypatch.setattr(os, "fsync", flushes.append)
+    file = files.AppendOnlyFile(tmp_path / "lines")
+    for _ in range(9):
+        file.write(bytes(1 << 20))
+    assert len(flushes) == 2
+    file.close()
+
+
+def test_a_file_lock_excludes_others_until_it_is_released(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    with files.file_lock(lock, 1.0, "run.x"), pytest.raises(WaitTimedOut, match=r"run\.x"):
+        files.file_lock(lock, 0.01, "run.x").__enter__()
+    with files.file_lock(tmp_path / "lock", 0.01, "run.x"):
+        pass
+
+
+def test_nan_and_infinity_are_null_in_json() -> None:
+    content = {"loss": float("nan"), "values": (1.5, float("inf")), "text": "NaN"}
+    assert json.loads(files.strict_json(content)) == {"loss": None, "values": [1.5, None], "text": "NaN"}
+
+
+def at_once(action: Callable[[Path], Any], path: Path) -> List[Any]:
+    """Return the results of 20 calls in parallel threads, without those that raised FileExistsError."""
+    with ThreadPoolExecutor(20) as pool:
+        calls = [pool.submit(action, path) for _ in range(20)]
+    return [call.result() for call in calls if not isinstance(call.exception(), FileExistsError)]
+
+
+def test_parallel_calls_create_different_folders(tmp_path: Path) -> None:
+    created = at_once(create_numbered_folder, tmp_path / "runs" / "now-digits")
+    names = {folders[-1].name for folders in created}
+    assert names == {"now-digits", *(f"now-digits-{number}" for number in range(2, 21))}
+    assert sum(tmp_path / "runs" in folders for folders in created) == 1  # one call created the parent
+
+
+def test_one_of_several_parallel_calls_creates_a_folder(tmp_path: Path) -> None:
+    assert len(at_once(create_folder, tmp_path / "a" / "b")) == 1
+
+
+def test_a_parent_that_is_created_before_its_name_is_taken_belongs_to_the_numbered_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, make = tmp_path / "runs", Path.mkdir
+
+    def mkdir_after_another_process(path: Path, *arguments: Any) -> None:
+        if path == runs / "now":
+            make(path)
+        make(path, *arguments)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_after_another_process)
+    assert create_numbered_folder(runs / "now") == [runs, runs / "now-2"]
+
+
+def test_created_folders_are_removed_unless_they_have_other_files(tmp_path: Path) -> None:
+    created = create_folder(tmp_path / "a" / "b")
+    (tmp_path / "a" / "precious").touch()
+    remove_empty(created)
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "precious"]
+
+
+def test_a_folder_inside_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        create_folder(tmp_path / "file" / "folder")
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda path: None, ""),
+        (lambda path: path.mkdir(0o700), ""),
+        (lambda path: path.mkdir(0o755), "is open to other users (mode 0755): check what is in it, then chmod 700 it"),
+        (lambda path: path.mkdir(0o710), "is open to other users (mode 0710)"),
+        (lambda path: path.touch(), "is a file of uid"),
+        (lambda path: path.symlink_to("."), "is a symbolic link of uid"),
+    ],
+)
+def test_a_private_folder_is_one_that_only_this_user_can_use(
+    tmp_path: Path, make: Callable[[Path], Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a" / "folder"
+    path.parent.mkdir()
+    make(path)
+    assert make_private(str(path)).startswith(f"{path} {problem}" if problem else "")
+    assert bool(problem) == bool(make_private(str(path)))
+    if not problem:
+        assert path.stat().st_mode & 0o777 == 0o700
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        assert make_private(str(path)) == f"{path} belongs to uid {path.stat().st_uid}, not to 12345: remove it"
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 101 + "]" * 101, '{"a": ' * 5_000 + "1" + "}" * 5_000, "[" * 100_000, "[" * 101]
+)
+def test_json_with_too_many_levels_is_no_json(text: str) -> None:
+    for content in (text, text.encode()):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            files.parse_json(content)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100 + "]" * 100, '["' + "[" * 500 + '"]', r'["\"' + "{" * 500 + '"]', f"[{'[], ' * 500}{{}}]"]
+)
+def test_brackets_in_strings_and_beside_each_other_are_no_levels(text: str) -> None:
+    assert files.parse_json(text) == files.parse_json(text.encode()) == json.loads(text)

@@ -1,0 +1,56 @@
+"""Tests of system/torchvision_import beside another program that declares torchvision's operators, too."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Callable
+
+import pytest
+
+from raypod.system import torchvision_import
+
+DECLARE = """
+import torch
+shim = torch.library.Library("torchvision", "DEF")
+for name in {names}:
+    shim.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+IMPORT = """
+from raypod.system import torchvision_import
+torchvision_import.install()
+import torch, torchvision
+print(len(list(torchvision.models.resnet18().parameters())))
+"""
+# An import hook that declares the operators just before it executes torchvision, as raypod's did.
+HOOK = """
+import importlib.abc, importlib.machinery, sys
+class Hook(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != "torchvision":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+        def declare_and_execute(module):
+            exec(DECLARE, globals())
+            execute(module)
+        spec.loader.exec_module = declare_and_execute
+        return spec
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library_is_not_loaded() -> None:
+    torchvision_import.install()
+    if importlib.import_module("torchvision.extension")._has_ops():
+        pytest.skip("torchvision loads its C++ library here, which itself allows no other declaration")
+
+
+@pytest.mark.parametrize("names", [(), ("nms",), ("nms", "qnms")])
+def test_operators_that_are_already_declared_are_kept(run_python: Callable[[str], str], names: tuple[str, ...]) -> None:
+    assert run_python(DECLARE.format(names=names) + IMPORT) == "62\n"
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_another_import_hook_may_come_first_or_last(run_python: Callable[[str], str], position: int) -> None:
+    install = IMPORT.replace("import torch,", f"sys.meta_path.insert({position}, Hook())\nimport torch,", 1)
+    assert run_python(f"DECLARE = {DECLARE.format(names=('nms', 'qnms'))!r}\n{HOOK}{install}") == "62\n"

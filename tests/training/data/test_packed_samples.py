@@ -1,0 +1,274 @@
+"""`raypod pack` of data sets and tasks of the user: the format, equal runs, and what cannot be packed."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tarfile
+import warnings
+from pathlib import Path
+from typing import Any, Dict, List
+
+import numpy as np
+import pytest
+import torch
+
+from raypod import train
+from raypod.__main__ import main
+from raypod.errors import ConfigError
+from raypod.training.data import shard_stream, shards
+from raypod.training.data.feed import Feed
+from raypod.training.data.loading import SeededSamples
+from raypod.training.data.packed_samples import decode, encode, form_of
+from raypod.training.tasks.registry import task_of_plan
+from tests.support import ROOT
+from tests.support.shard_threads import InThread
+
+MODULE = """
+import numpy as np, raypod, torch
+from raypod.training.data import ArrayDataset
+from torch import nn
+X = np.random.default_rng(0).normal(size=(50, 6)).astype(np.float32)
+IMAGES = np.random.default_rng(0).integers(0, 256, (50, 1, 8, 8), dtype=np.uint8)
+def images(data_dir):
+    return ArrayDataset(IMAGES[:40], np.arange(40) % 3), ArrayDataset(IMAGES[40:], np.arange(10) % 3), 3
+def short(data_dir):
+    return [(IMAGES[0], 5)], [], 3
+class Rows:
+    def __init__(self, rows): self.rows = rows
+    def __len__(self): return len(self.rows)
+    def __getitem__(self, index): return {"x": torch.from_numpy(self.rows[index]), "count": 3, "half": 0.5}
+class Task(raypod.Task):
+    defaults = {"training.batch_size": 2}
+    def datasets(self):
+        return Rows(X[:40]), Rows(X[40:])
+    def network(self, first_batch):
+        return nn.Linear(first_batch["x"].shape[1], 1)
+    def training_outputs(self, network, x, count, half):
+        return nn.functional.mse_loss(network(x).squeeze(1), x[:, 0] * half), {}
+    def evaluation_outputs(self, network, x, count, half):
+        return {"loss": ((network(x).squeeze(1) - x[:, 0] * half) ** 2, 1)}
+class InMemory(Task):
+    def datasets(self):
+        half = np.full(50, 0.5)
+        train = raypod.Arrays(x=X[:40], count=np.full(40, 3), half=half[:40])
+        return train, raypod.Arrays(x=X[40:], count=np.full(10, 3), half=half[40:])
+class Padded(Task):
+    collate = raypod.pad_collate(4, 6, fields=["x"])
+    def datasets(self):
+        rows = [{"x": torch.from_numpy(row[: 2 + index % 4].copy()), "count": 3, "half": 0.5}
+                for index, row in enumerate(X)]
+        return rows[:40], rows[40:]
+class Augmented(Task):
+    def collate(self, samples):
+        return {name: torch.as_tensor(value)[None] + float(np.random.rand()) for name, value in samples[0].items()}
+class Draws(Task):
+    def datasets(self): return Noisy(X), None
+class Noisy(Rows):
+    def __getitem__(self, index): return {"x": torch.rand(6), "count": 3, "half": 0.5}
+class Uneven(Task):
+    def datasets(self): return [{"x": torch.ones(6), "count": 3, "half": each} for each in (0.5, torch.ones(()))], None
+class Named(Task):
+    def datasets(self): return [{"x.y": torch.ones(6)}] * 3, None
+class Halves(Task):
+    def datasets(self): return [{"x": torch.ones(6, dtype=torch.bfloat16)}] * 3, None
+class Fails(Task):
+    def datasets(self): return Failing(X), None
+class Failing(Rows):
+    def __getitem__(self, index):
+        if index == 5:
+            raise KeyError("gone")
+        return super().__getitem__(index)
+class Empty(Task):
+    def datasets(self): return [], None
+"""
+INLINE = ["--fleet", "inline", "--device", "emulated", "--num-instances", "1", "--replicas", "2", "--epochs", "2"]
+SIZES: Any = {"training": {"epochs": 2, "batch_size": 2}, "pod": {"replicas": 4, "num_instances": 1}}
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "packed_modules.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(shard_stream, "DownloadProcess", InThread)
+
+
+def pack(*words: str) -> Path:
+    assert main(["pack", "--shard-size", "50kB", *words, "packed"]) == 0
+    return Path("packed").resolve()
+
+
+def hash_of(*words: str) -> Any:
+    """Return the weights at the end of a run."""
+    run = Path(f"run{len(list(Path().iterdir()))}")
+    assert train.main([*INLINE, *words, "--run-dir", str(run)]) == 0
+    return json.loads((run / "summary.json").read_text())["weights_sha256"]
+
+
+def fed(plan: Any) -> List[torch.Tensor]:
+    """Return everything that is fed in each update, of all instances in turn."""
+    feeds = [Feed(plan, each, task_of_plan(plan).load()) for each in plan.placement.instances]
+    try:
+        streams = [[batch for leg in plan.legs() for batch in feed.calls(leg)] for feed in feeds]
+    finally:
+        for feed in feeds:
+            feed.close()
+    return [torch.cat([each.double().reshape(-1) for each in column]) for row in zip(*streams) for column in zip(*row)]
+
+
+def equal(ours: List[torch.Tensor], theirs: List[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(*pair) for pair in zip(ours, theirs))
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        torch.arange(6).reshape(2, 3).t(),
+        (np.float32(2.5), 7, 0.1, True, torch.zeros(0, 3)),
+        {"a": np.asfortranarray(np.eye(3, 2, dtype=np.float16)), "B-1": np.array([1 + 2j]), "c": np.array(3, ">i4")},
+    ],
+)
+def test_a_sample_is_decoded_as_it_was(sample: Any) -> None:
+    form, data = form_of(sample), b""
+    for _, file in encode(sample, form):
+        data += bytes(-len(data) % 512 + 512 * bool(data)) + file
+    found = decode(data, form)
+    names = list(sample) if isinstance(sample, dict) else range(len(form.fields))
+    if isinstance(sample, torch.Tensor):
+        sample, found = [sample], [found]
+    for name in names:
+        assert type(found[name]) is (np.ndarray if isinstance(sample[name], np.generic) else type(sample[name]))
+        assert np.asarray(found[name]).dtype == np.asarray(sample[name]).dtype
+        assert np.array_equal(found[name], sample[name])
+
+
+def test_shards_are_read_with_tarfile_and_numpy_alone() -> None:
+    folder = pack("--task", "packed_modules:Task")
+    rows = np.random.default_rng(0).normal(size=(50, 6)).astype(np.float32)
+    index = json.loads((folder / "index.json").read_text())
+    assert (index["structure"], [each["name"] for each in index["fields"]]) == ("dict", ["x", "count", "half"])
+    found: Dict[str, np.ndarray] = {}
+    for shard in index["train"]["shards"]:
+        with tarfile.open(str(folder / shard["file"])) as tar:
+            for member in tar.getmembers():
+                found[member.name] = np.load(io.BytesIO(tar.extractfile(member).read()))  # type: ignore[union-attr]
+    assert len(index["train"]["shards"]) > 1
+    assert len(found) == 40 * 3
+    for sample in range(40):
+        assert np.array_equal(found[f"{sample:09d}.x.npy"], rows[sample])
+        assert (found[f"{sample:09d}.count.npy"], found[f"{sample:09d}.half.npy"]) == (3, 0.5)
+    columns = {name: np.load(str(folder / "index" / f"train_{name}.npy")) for name in shards.PLACES}
+    with (folder / index["train"]["shards"][columns["shards"][7]]["file"]).open("rb") as file:
+        file.seek(columns["offsets"][7])
+        data = file.read(columns["sizes"][7])
+    assert shards.checksum_of_sample(data) == columns["checksums"][7]
+    page = ROOT / "docs" / "reference" / "data.md"
+    documented: Dict[str, Any] = {}
+    (block,) = re.findall(r"```python\n(import json\n.*?)```", page.read_text(), re.DOTALL)
+    exec(block, documented)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # the block leaves the index to the end of its function
+        read = documented["read"](folder, "train", 7)
+    assert (list(read), read["count"], read["half"]) == (["x", "count", "half"], 3, 0.5)
+    assert np.array_equal(read["x"], rows[7])
+
+
+@pytest.mark.parametrize("name", ["Task", "InMemory", "Padded"])
+def test_a_task_trains_the_same_with_its_data_sets_and_with_shards(name: str) -> None:
+    task = ["--task", f"packed_modules:{name}"]
+    folder, expected = pack(*task), hash_of(*task)
+    assert hash_of(*task, "--data-dir", str(folder)) == expected
+    assert hash_of(*task, "--data-dir", f"file://{folder}", "--cache-size", "1GB") == expected
+    assert main(["pack", "--verify", str(folder)]) == 0
+
+
+def test_images_train_the_same_with_their_data_set_and_with_shards() -> None:
+    model = ["--model", "tiny", "--batch-size", "2"]
+    folder, expected = pack("--dataset", "packed_modules:images"), hash_of("--dataset", "packed_modules:images", *model)
+    words = ["--dataset", "shards", *model, "--data-dir"]
+    assert hash_of(*words, str(folder)) == expected
+    assert hash_of(*words, f"file://{folder}") == expected
+
+
+@pytest.mark.parametrize("instances", [2, 4])
+def test_any_placement_feeds_the_same_from_a_url_in_windows(make: Any, instances: int) -> None:
+    task = {"task": {"name": "packed_modules:Task"}}
+    folder = pack("--task", "packed_modules:Task")
+    expected = fed(make(**task, **SIZES, data={"data_dir": str(folder), "shuffle_window": 1}))
+    sizes = {**SIZES, "pod": {"replicas": 4, "num_instances": instances}}
+    plan = make(**task, **sizes, data={"data_dir": f"file://{folder}", "shuffle_window": 1})
+    assert len(plan.dataset_size.shards) > 1
+    assert equal(fed(plan), expected)
+    assert not equal(fed(make(**task, **SIZES)), expected)
+
+
+def test_a_collate_function_augments_samples_of_shards_the_same_in_every_process(make: Any) -> None:
+    task, folder = {"name": "packed_modules:Augmented"}, pack("--task", "packed_modules:Augmented")
+    plans = [make(task=task, data=data) for data in ({}, {"data_dir": str(folder)})]
+    (ours, theirs) = (SeededSamples(task_of_plan(plan).load().train, 1) for plan in plans)
+    assert torch.equal(ours[2, 5][1]["x"], theirs[2, 5][1]["x"])
+    assert not torch.equal(ours[2, 5][1]["x"], theirs[3, 5][1]["x"])
+
+
+def test_a_changed_byte_is_named_with_its_sample(make: Any) -> None:
+    folder = pack("--task", "packed_modules:Task")
+    shard = folder / "train" / "00000.tar"
+    content = bytearray(shard.read_bytes())
+    content[512 + 130] ^= 1
+    shard.write_bytes(bytes(content))
+    source = task_of_plan(make(task={"name": "packed_modules:Task"}, data={"data_dir": str(folder)})).load()
+    with pytest.raises(
+        OSError, match=r"cannot read sample \d+ \(\S+00000.tar\): its bytes .*; copy .* --leave-out \d+"
+    ):
+        [source.train[index] for index in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--task", "packed_modules:Draws", "new"], "training sample 0: it draws random numbers, .* without its augm"),
+        (["--task", "packed_modules:Uneven", "new"], r"training sample 1: it is a dict of .*half \(tensor\), and the"),
+        (["--task", "packed_modules:Named", "new"], "training sample 0: the entry 'x.y' cannot be packed: names have"),
+        (["--task", "packed_modules:Halves", "new"], "training sample .*: the entry 'x' cannot be packed: .* convert"),
+        (["--task", "packed_modules:Fails", "new"], r"training sample 5: KeyError: 'gone' \(packed_modules.py:\d+"),
+        (["--task", "packed_modules:Empty", "new"], "packed_modules:Empty has no training samples"),
+        (["--dataset", "packed_modules:short", "new"], "found label 5, but labels of 3 classes .*training sample 0"),
+        (["--dataset", "digits", "new"], "digits is built in: name a data set or a task of your own, or pack a folder"),
+        (["--task", "language-model", "new"], "language-model is built in"),
+        (["--task", "packed_modules:Task"], "--dataset and --task take one folder, that of the shards"),
+        (["--task", "packed_modules:Task", "packed"], "packed exists; choose another folder, or remove it"),
+    ],
+)
+def test_what_cannot_be_packed_is_one_line(words: List[str], message: str, capsys: Any) -> None:
+    Path("packed").mkdir()
+    assert main(["pack", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line), line
+    assert not list(Path().glob("new*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--task", "packed_modules:Task", "--data-dir", "none"], "--data-dir none has no index.json, which `raypod"),
+        (["--task", "packed_modules:Task", "--cache-size", "1GB"], "has no effect without --data-dir: omit it"),
+        (["--dataset", "shards", "--data-dir", "packed"], "packed has no labelled images: .*--task module:Class, and"),
+        (["--dataset", "imagefolder", "--data-dir", "packed"], "packed has no images of a folder: .*--dataset shards"),
+        (["--dataset", "shards"], "--dataset shards needs --data-dir: the folder that contains what `raypod pack`"),
+    ],
+)
+def test_shards_that_do_not_fit_are_one_line(words: List[str], message: str, capsys: Any) -> None:
+    pack("--task", "packed_modules:Task")
+    capsys.readouterr()
+    assert train.main([*INLINE, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line), line
+
+
+def test_names_and_kinds_that_cannot_be_packed() -> None:
+    for sample, words in (({}, "an empty dict"), ({"x": "a"}, "'x' is a str"), ([np.array(["a"])], "array of <U1")):
+        with pytest.raises(ConfigError, match=words):
+            form_of(sample)

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any, List, Optional, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from raypod.errors import ConfigError, DataMissing
+from raypod.training.data import corpus
+from raypod.training.data.corpus import Piece, Text
+from raypod.training.data.text import TextSource, Windows
+
+
+def files(folder: Path, sizes: Sequence[int]) -> List[str]:
+    """Create text files of so many bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, size in enumerate(sizes):
+        (folder / f"{index}.txt").write_bytes(bytes([65 + index]) * size)
+    return [str(folder)]
+
+
+def total(pieces: Sequence[Piece]) -> int:
+    return sum(each.stop - each.start for each in pieces)
+
+
+def test_window_i_predicts_the_tokens_after_i_times_the_length() -> None:
+    windows = Windows(Text(np.arange(32, dtype=np.uint8)), 5)
+    tokens, num_bytes = TextSource(windows, windows).gather(windows, np.array([2, 0]), None)
+    assert len(windows) == 6  # 30 predicted tokens of the 31 that have one before them
+    assert tokens.tolist() == [list(range(10, 16)), list(range(6))]
+    assert tokens.dtype == num_bytes.dtype == torch.int32
+    assert num_bytes.tolist() == [5, 5]
+    assert len(Windows(Text(np.zeros(31, np.uint8)), 5)) == 6
+    assert len(Windows(Text(np.zeros(30, np.uint8)), 5)) == 5
+    assert len(Windows(Text(np.zeros(0, np.uint8)), 5)) == 0
+    text = Text(np.zeros(7, np.int32), np.array([3, 4, 4, 9, 10, 11, 20]))
+    assert Windows(text, 2).num_bytes(np.arange(3)).tolist() == [1, 6, 10]
+
+
+def test_the_fingerprint_covers_both_splits_and_the_length_of_the_windows() -> None:
+    def fingerprint(train: int, test: int, length: int, ends: Optional[List[int]] = None) -> str:
+        texts = [Text(np.full(9, fill, np.uint8), None if ends is None else np.array(ends)) for fill in (train, test)]
+        return TextSource(*(Windows(text, length) for text in texts)).fingerprint
+
+    cases = [(0, 0, 3), (1, 0, 3), (0, 1, 3), (0, 0, 4), (0, 0, 3, list(range(9)))]
+    assert len({fingerprint(*case) for case in cases}) == len({fingerprint(*case) for case in 2 * cases}) == 5
+
+
+def test_a_host_with_less_text_than_the_plan_is_an_error() -> None:
+    windows = Windows(Text(np.zeros(9, np.uint8)), 4)
+    with pytest.raises(ConfigError, match="the text on this host has 2 windows"):
+        TextSource(windows, windows).gather(windows, np.array([2]), None)
+
+
+def test_whole_files_are_held_out_up_to_the_fraction_or_the_end_of_few(tmp_path: Path) -> None:
+    text = files(tmp_path, [100] * 40)
+    train, test = corpus.find_pieces(text, 0.1, None)
+    assert (len(train), len(test)) == (36, 4)
+    assert not {each.path for each in train} & {each.path for each in test}
+    assert corpus.find_pieces(text, 0.0, None).test == []
+    train, test = corpus.find_pieces(files(tmp_path / "few", [1000, 200]), 0.1, None)
+    assert sorted(each.start for each in test) == [180, 900]
+    assert total(test) == 120
+    assert [(each.path, each.stop) for each in train] == [(each.path, each.start) for each in test]
+    single = corpus.find_pieces([str(tmp_path / "few" / "0.txt")], 0.25, None)
+    assert (total(single.train), total(single.test)) == (750, 250)
+
+
+def test_the_splits_do_not_depend_on_where_the_files_are(tmp_path: Path) -> None:
+    first, second = (corpus.find_pieces(files(tmp_path / name, [50, 60, 70, 80] * 8), 0.1, 0.001) for name in "ab")
+    for one, other in zip(first, second):
+        assert [(each.path.name, each.stop) for each in one] == [(each.path.name, each.stop) for each in other]
+        assert corpus.encode(one, None).tokens.tobytes() == corpus.encode(other, None).tokens.tobytes()
+    assert total(first.train) + total(first.test) == 1000
+
+
+def test_folders_are_searched_for_text_files_that_are_not_hidden(tmp_path: Path) -> None:
+    for name in ("a.txt", "b/c.md", "b/d.rst", "e.py", "f.bin", ".git/g.txt", ".h.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "empty.txt").touch()
+    found = corpus.find_pieces([str(tmp_path)], 0.0, None).train
+    assert sorted(each.path.name for each in found) == ["a.txt", "c.md", "d.rst", "e.py"]
+    assert corpus.find_pieces([str(tmp_path / "f.bin")], 0.0, None).train[0].stop == 5
+
+
+def test_text_that_is_missing_is_one_line_of_error(tmp_path: Path, monkeypatch: Any) -> None:
+    with pytest.raises(DataMissing, match="does not exist$"):
+        corpus.find_pieces([str(tmp_path / "none")], 0.1, None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataMissing, match=f"^--text none does not exist in {tmp_path}$"):
+        corpus.find_pieces(["none"], 0.1, None)
+    with pytest.raises(DataMissing, match="has no text files"):
+        corpus.find_pieces([str(tmp_path)], 0.1, None)
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(DataMissing, match="are empty"):
+        corpus.find_pieces([str(tmp_path)], 0.1, None)
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(DataMissing, match="use --text"):
+        corpus.find_pieces(None, 0.05, None)
+
+
+def test_pieces_are_counted_without_reading_them(tmp_path: Path) -> None:
+    pieces = corpus.find_pieces(files(tmp_path, [5, 7]), 0.0, None).train
+    text = corpus.encode(pieces, None)
+    assert corpus.num_tokens(pieces, None) == len(text.tokens) == 14
+    assert sorted(np.flatnonzero(text.tokens == 0)) in ([5, 13], [7, 13])
+    pieces[0].path.write_bytes(b"")
+    assert corpus.num_tokens(pieces, None) == 14
+    with pytest.raises(ConfigError, match="has become shorter"):
+        corpus.encode(pieces, None)
+
+
+def test_the_default_text_is_a_bounded_part_of_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = corpus._standard_library()
+    monkeypatch.setattr(corpus, "_standard_library", lambda: found)  # looking for the files takes seconds
+    train, test = corpus.find_pieces(None, 0.05, None)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    assert 4e6 < total(train) + total(test) <= corpus.MAX_DEFAULT_MB * 1e6
+    assert 0.03 < total(test) / (total(train) + total(test)) <= 0.05
+    names = [each.path.relative_to(root).as_posix() for each in (*train, *test)]
+    assert {Path(name).suffix for name in names} == {".py"}
+    assert not [name for name in names if "site-packages" in name or "_sysconfigdata" in name or "/test" in name]
+    assert total(corpus.find_pieces(None, 0.05, 0.3).train) < 0.3e6
+
+
+def test_the_character_offsets_of_a_text_become_bytes() -> None:
+    text = "aé€😀b"
+    found = corpus._bytes_before(text)
+    assert found.tolist() == [len(text[:end].encode()) for end in range(len(text) + 1)]
+
+
+def test_a_tokenizer_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match="pip install 'raypod\\[tokenizers\\]'"):
+        corpus.Tokenizer("tokenizer.json")

@@ -1,0 +1,190 @@
+"""Models of transformers from local folders: each task trains, resumes and evaluates, and mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+
+from raypod.api.planning import plan_from
+from raypod.errors import ConfigError
+from raypod.plan.config import HF_TASKS
+from raypod.plan.resolve import from_values
+from raypod.plan.stored_code import names_of
+from raypod.training.data.hf_folder import HfFolder
+from raypod.training.models.hf_models import build
+from raypod.training.tasks.registry import facts_of, schema_of, task_of
+from tests.support import ROOT, hf_folders
+from tests.support.documented import execute
+from tests.support.trained_runs import train_inline
+
+pytest.importorskip("transformers", reason="the extra hf is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers with old and new versions of torch
+
+KINDS = {
+    "hf-causal-lm": ("gpt2", "ForCausalLM", "text"),
+    "hf-masked-lm": ("bert", "ForMaskedLM", "text"),
+    "hf-sequence-classification": ("bert", "ForMaskedLM", "examples"),
+    "hf-token-classification": ("roberta", "", "examples"),
+    "hf-image-classification": ("vit", "ForImageClassification", ""),
+}
+
+
+def options(task: str, folder: Path) -> Dict[str, Any]:
+    """Return the options of a task with a folder and data of its own."""
+    kind, head, data = KINDS[task]
+    path = hf_folders.hf_folder(folder, kind, head)
+    files = {"hf-sequence-classification": hf_folders.sequences_file, "hf-token-classification": hf_folders.tokens_file}
+    given: Dict[str, Any] = {"task": task, "model": f"hf:{path}"}
+    if data:
+        given.update({data: files.get(task, hf_folders.text_file)(folder), "sequence_length": 16})
+    return given
+
+
+def flags(given: Dict[str, Any]) -> List[str]:
+    pairs = ((f"--{key.replace('_', '-')}", str(value)) for key, value in given.items())
+    return [word for pair in pairs for word in pair]
+
+
+def values(given: Dict[str, Any]) -> Dict[str, Any]:
+    own = {key: value for key, value in given.items() if key not in ("task", "model")}
+    return {"task": {"name": given["task"], **own}, "training": {"model": given["model"]}}
+
+
+def config_of(given: Dict[str, Any]) -> Any:
+    return from_values(values(given), schema=schema_of(given["task"]))
+
+
+@pytest.mark.parametrize("task", HF_TASKS)
+def test_a_task_trains_and_resumes_with_the_bits_of_an_undisturbed_run(task: str, tmp_path: Path, capsys: Any) -> None:
+    words = [*flags(options(task, tmp_path)), "--lr-schedule", "constant", "--warmup-updates", "0"]
+    words += ["--batch-size", "4", "--learning-rate", "0.01", "--replicas", "2", "--updates", "8"]
+    whole = train_inline(tmp_path / "whole", *words, "--checkpoint-every", "4 updates")
+    again = train_inline(tmp_path / "again", "--resume", str(whole / "checkpoints" / "update-00000004"))
+    found = [json.loads((run / "summary.json").read_text()) for run in (whole, again)]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert "eager mode" not in capsys.readouterr().err  # what a compiled program cannot do
+
+
+def test_the_weights_of_the_folder_count_unless_from_scratch_and_a_new_last_layer_is_random(tmp_path: Path) -> None:
+    given = options("hf-sequence-classification", tmp_path)  # a folder of a masked language model
+    saved = _weights(tmp_path / "bert")
+    own, scratch = (_network({**given, "from_scratch": each}) for each in (False, True))
+    name = "bert.encoder.layer.1.output.dense.weight"
+    assert torch.equal(own.state_dict()[name], saved[name])
+    assert not torch.equal(scratch.state_dict()[name], saved[name])
+    assert own.classifier.out_features == 2
+    assert own.config.id2label == {0: "no", 1: "yes"}
+    assert torch.equal(own.classifier.weight, _network(given).classifier.weight)  # by the seed
+
+
+def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    given = options("hf-sequence-classification", tmp_path)
+    path = hf_folders.hf_folder(tmp_path / "other", "bert", "ForSequenceClassification")
+    task = task_of(config_of({**given, "model": f"hf:{path}"}))
+    batch = task.load().first_batch(1)
+    texts = [json.loads(line)["text"] for line in Path(given["examples"]).read_text().splitlines()]
+    encoded = AutoTokenizer.from_pretrained(str(path))(texts, padding="max_length", max_length=16, truncation=True)
+    number = next(index for index, ids in enumerate(encoded["input_ids"]) if ids == batch["input_ids"][0].tolist())
+    assert encoded["attention_mask"][number] == batch["attention_mask"][0].tolist()
+    network = task.network(batch).eval()
+    theirs = AutoModelForSequenceClassification.from_pretrained(str(path)).eval()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        torch.testing.assert_close(network(**inputs).logits, theirs(**inputs).logits)
+
+
+def test_masked_tokens_follow_from_seed_epoch_and_window(tmp_path: Path) -> None:
+    task = task_of(config_of(options("hf-masked-lm", tmp_path)))
+    source, samples = task.load(), torch.arange(60).numpy()
+    tokens, labels = source.gather(source.train, samples, (1, 0))
+    again, other = source.gather(source.train, samples, (1, 0))[0], source.gather(source.train, samples, (1, 1))[0]
+    assert torch.equal(tokens, again)
+    assert not torch.equal(tokens, other)
+    predicted = labels != -100
+    assert predicted.any(dim=1).all()
+    assert 0.1 < predicted.float().mean() < 0.25
+    assert 0.7 < (tokens[predicted] == 4).float().mean() < 0.9  # [MASK]
+    assert torch.equal(
+        source.gather(source.test, samples[:3], None)[0], source.gather(source.test, samples[:3], None)[0]
+    )
+
+
+def test_a_word_has_its_tag_at_its_first_token(tmp_path: Path) -> None:
+    task = task_of(config_of(options("hf-token-classification", tmp_path)))
+    batch = task.load().first_batch(1)
+    tokens, labels = batch["input_ids"][0], batch["labels"][0]
+    words = tokens >= len(hf_folders.SPECIAL)
+    expected = [["O", "B-X"][(int(token) - len(hf_folders.SPECIAL)) % 2] for token in tokens[words]]
+    assert [task.description()["classes"][label] for label in labels[words]] == expected
+    assert (labels[~words] == -100).all()
+
+
+def test_images_are_prepared_as_the_folder_says(tmp_path: Path) -> None:
+    task = task_of(config_of(options("hf-image-classification", tmp_path)))
+    assert task.load().first_batch(1)[0].shape == (1, 1, 8, 8)
+    assert (task.description()["mean"], task.description()["std"]) == ([0.25], [0.5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "resnet8"}, "needs --model hf:FOLDER"),
+        ({"model": "hf:nowhere"}, "hf:nowhere: there is no such folder"),
+        ({"sequence_length": 25}, "--sequence-length 25: the model of --model hf:.* has 24 positions"),
+        ({"examples": "none.csv"}, "--examples none.csv does not exist"),
+        ({"examples": None}, "--examples FILE is missing: JSON lines or CSV with text and label"),
+    ],
+)
+def test_a_mistake_is_one_line(changes: Dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        facts_of(config_of({**options("hf-sequence-classification", tmp_path), **changes}))
+
+
+def test_pickled_weights_and_other_shapes_are_refused(tmp_path: Path) -> None:
+    path = hf_folders.hf_folder(tmp_path, "bert", "ForMaskedLM")
+    given = {"task": "hf-masked-lm", "model": f"hf:{path}", "text": hf_folders.text_file(tmp_path)}
+    content = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**content, "intermediate_size": 64}))
+    with pytest.raises(ConfigError, match="is .* in the weights and .* by config.json"):
+        build("hf-masked-lm", HfFolder(config_of(given)), False)
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="pytorch_model.bin, which can contain code"):
+        facts_of(config_of({**given, "sequence_length": 16}))
+    assert names_of({"training": {"model": f"hf:{path}"}}) == []
+
+
+@pytest.mark.skipif(sys.version_info < (3, 9), reason="the same code as on newer versions")
+def test_the_commands_of_the_page(processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    # As raypod's own processes: a torch for CPUs and a torchvision for CUDA, which transformers imports, do not match.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "raypod" / "host" / "startup"))
+    execute("how-to/hugging-face.md")
+
+
+def test_a_model_of_transformers_needs_its_tasks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="add --task hf-image-classification"):
+        plan_from({"training": {"model": f"hf:{tmp_path}"}}, "the test", is_dry=True)
+
+
+def _network(given: Dict[str, Any]) -> Any:
+    task = task_of(config_of(given))
+    torch.manual_seed(5)
+    return task.network(task.load().first_batch(1))
+
+
+def _weights(path: Path) -> Dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found: Dict[str, torch.Tensor] = load_file(str(path / "model.safetensors"))
+    return found
