@@ -99,10 +99,10 @@ class LeaseHeld(ConfigError):
 
     folder: str
     holder: str
-    way_out: str
+    hint: str
 
     def __str__(self) -> str:
-        return f"{self.folder} is in use by {self.holder}" + (f"; {self.way_out}" if self.way_out else "")
+        return f"{self.folder} is in use by {self.holder}" + (f"; {self.hint}" if self.hint else "")
 
 
 class ClusterError(UserError):
@@ -296,10 +296,10 @@ class CheckpointNotSaved(RunError):
 
     path: str
     cause: str
-    way_out: str
+    hint: str
 
     def __str__(self) -> str:
-        return f"cannot write the checkpoint {self.path}: {self.cause}; {self.way_out}"
+        return f"cannot write the checkpoint {self.path}: {self.cause}; {self.hint}"
 
 
 @dataclasses.dataclass(eq=False)
@@ -309,10 +309,10 @@ class LossNotFinite(RunError):
     loss: float
     last_finite_update: int
     update: int
-    way_out: str
+    hint: str
 
     def __str__(self) -> str:
         return (
             f"the loss became {self.loss} between update {self.last_finite_update} and update {self.update}; "
-            f"{self.way_out}"
+            f"{self.hint}"
         )

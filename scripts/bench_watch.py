@@ -32,7 +32,7 @@ import ray  # noqa: E402
 
 from raypod.events import CallReport, InstanceStarted  # noqa: E402 - the checkout's own
 from raypod.plan.cluster import LOCAL  # noqa: E402
-from raypod.plan.plan import Leg, Plan, make_plan  # noqa: E402
+from raypod.plan.plan import Plan, Segment, make_plan  # noqa: E402
 from raypod.plan.resolve import from_values  # noqa: E402
 from raypod.runs.metrics import MetricsAggregator  # noqa: E402
 from raypod.runtime.worker.control import Heartbeat  # noqa: E402
@@ -54,12 +54,12 @@ class SmallInstance:
         self._first_s = self._interval_s = 0.0
 
     def set_pace(self, first_s: float, interval_s: float) -> None:
-        """Make the next leg end its first call at `first_s`, seconds since 1970, and then one per `interval_s`."""
+        """Make the next segment end its first call at `first_s`, seconds since 1970, and then one per `interval_s`."""
         self._first_s, self._interval_s = first_s, interval_s
 
-    def run(self, leg: Leg) -> Iterator[CallReport]:
+    def run(self, segment: Segment) -> Iterator[CallReport]:
         """Yield a report per call."""
-        for number, update in enumerate(range(leg.first_update, leg.end)):
+        for number, update in enumerate(range(segment.first_update, segment.end)):
             with self.heartbeat.in_call(number):
                 time.sleep(max(0.0, self._first_s + number * self._interval_s - time.time()))
             sums = (((1.0 / (1 + self._index), 1.0) * self._metrics,),)
@@ -104,7 +104,7 @@ def one_message_per_wait(plan: Plan, actors: List[Any], streams: List[Any]) -> i
 
 
 def by_watch(plan: Plan, actors: List[Any], streams: List[Any]) -> int:
-    """Do the same as the coordinator does in a leg."""
+    """Do the same as the coordinator does in a segment."""
     counted: Any = Counted()
     watch = ray_watch.Watch(counted, plan, actors, ["localhost"] * len(actors), ProcessKiller(ray))
     metrics, updates = MetricsAggregator(plan, time.monotonic()), 0
@@ -119,12 +119,12 @@ def by_watch(plan: Plan, actors: List[Any], streams: List[Any]) -> int:
 def measure(receive: Receive, plan: Plan, actors: List[Any], interval_s: float) -> List[float]:
     """Return the columns of the table for one round; all values but the last are microseconds."""
     per_report = 1e6 / plan.total_updates / len(actors)
-    leg = plan.next_leg(0)
+    segment = plan.next_segment(0)
 
     def begin(interval_s: float) -> List[Any]:
         first_s = time.time() + 0.5
         ray.get([actor.call.remote("set_pace", first_s, interval_s) for actor in actors])
-        return [actor.run.options(num_returns="streaming").remote(leg) for actor in actors]
+        return [actor.run.options(num_returns="streaming").remote(segment) for actor in actors]
 
     streams = begin(interval_s)
     Counted.waits, began_s, process_s = 0, time.thread_time(), time.process_time()
@@ -140,7 +140,7 @@ def measure(receive: Receive, plan: Plan, actors: List[Any], interval_s: float) 
 
 
 def plan_of(instances: int, calls: int, run_dir: str) -> Plan:
-    """Return the plan of a run of a replica per instance with one leg of `calls` calls."""
+    """Return the plan of a run of a replica per instance with one segment of `calls` calls."""
     config = from_values(
         {
             "data": {"dataset": "synthetic", "samples": instances * (calls + 1)},

@@ -130,8 +130,8 @@ def feed_of(args: argparse.Namespace, data_dir: str) -> Iterator[Any]:
     plan = make_plan(config, LOCAL, facts_of(config), "none")
     feed = Feed(plan, plan.placement.instances[0], ImageSource(config, datasets.load(config)))
     try:
-        for leg in plan.legs():
-            yield from feed.calls(leg)
+        for segment in plan.segments():
+            yield from feed.calls(segment)
     finally:
         feed.close()
 

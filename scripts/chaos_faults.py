@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Callable, Counter, Dict, Iterator, List, Set, Tuple
 
 from raypod.events import CallReport, Event, Repaired, Resized, RunStarted, UpdateDone
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.runtime.workers.base import Fleet
 from raypod.training.checkpoint import storage
 
@@ -217,10 +217,10 @@ class FaultyFleet:
         self._faults.enter("training")
         return results
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
         """See `Fleet.run`."""
         self._faults.enter("training")
-        yield from self._fleet.run(leg, lambda: stop_requested() or self._faults.requests_pause())
+        yield from self._fleet.run(segment, lambda: stop_requested() or self._faults.requests_pause())
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
         """See `Fleet.repair`."""

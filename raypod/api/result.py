@@ -144,8 +144,8 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, result: Result) -> None:
         self.result = result
         updates, checkpoint = (result.summary[name] for name in ("updates", "checkpoint"))
-        way_out = way_to_continue(str(result.run_dir), updates, checkpoint, "resume=")
-        super().__init__(f"interrupted after update {updates}; {way_out}")
+        hint = way_to_continue(str(result.run_dir), updates, checkpoint, "resume=")
+        super().__init__(f"interrupted after update {updates}; {hint}")
 
 
 def _table(events: Sequence[Union[UpdateDone, EvaluationDone]]) -> Any:

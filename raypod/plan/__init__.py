@@ -1,1 +1,1 @@
-"""The plan of a run: every size, instance and leg, derived from config and cluster. Imports neither torch nor Ray."""
+"""The plan of a run: every size, instance and segment, derived from config and cluster. Without torch and Ray."""

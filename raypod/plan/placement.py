@@ -131,7 +131,7 @@ def place(cluster: Cluster, sizes: Sizes, threads_per_replica: int = 1) -> Place
     if rest:
         raise ConfigError(
             f"{sizes.num_instances} instances cannot be divided equally between the {num_hosts} hosts of {cluster.name}"
-            + way_out(cluster, sizes.total_replicas, sizes.num_instances, sizes.ipus_per_replica)
+            + hint(cluster, sizes.total_replicas, sizes.num_instances, sizes.ipus_per_replica)
         )
     specs = []
     for index in range(sizes.num_instances):
@@ -262,7 +262,7 @@ def fits(cluster: Cluster, replicas: int, instances: int, ipus_per_replica: int)
     )
 
 
-def way_out(cluster: Cluster, replicas: int, instances: int, ipus_per_replica: int) -> str:
+def hint(cluster: Cluster, replicas: int, instances: int, ipus_per_replica: int) -> str:
     """Return the end of a message about numbers that do not fit: those that do; "" if there are none."""
     counts = [each for each in range(1, replicas + 1) if fits(cluster, replicas, each, ipus_per_replica)]
     if counts:

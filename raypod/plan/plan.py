@@ -1,4 +1,4 @@
-"""The plan of a run: all sizes, instances and legs, computed from the config, the cluster and the data set's size.
+"""The plan of a run: all sizes, instances and segments, computed from the config, the cluster and the data set's size.
 
 A plan is immutable data. `Geometry` and `placement.Sizes` define all products of sizes.
 """
@@ -13,7 +13,7 @@ from raypod.plan.cluster import Cluster
 from raypod.plan.compatibility import check_compatible, check_metrics, check_min_hosts, check_whole_calls
 from raypod.plan.config import Config
 from raypod.plan.metric import LOSS, Metric
-from raypod.plan.placement import Placement, Sizes, is_power_of_two, place, way_out
+from raypod.plan.placement import Placement, Sizes, hint, is_power_of_two, place
 from raypod.plan.pod_section import PodSection
 from raypod.plan.stages import ipus_of
 from raypod.plan.values import parse_evaluations, parse_interval
@@ -94,7 +94,7 @@ class Geometry(Sizes):
 
 
 @dataclasses.dataclass(frozen=True)
-class Leg:
+class Segment:
     """Consecutive updates of one epoch, at whose end the coordinator saves, evaluates or ends the run."""
 
     epoch: int  # 0-based
@@ -104,7 +104,7 @@ class Leg:
 
     @property
     def end(self) -> int:
-        """The update after the last one of the leg."""
+        """The update after the last one of the segment."""
         return self.first_update + self.num_updates
 
 
@@ -215,13 +215,13 @@ class Plan:
         left = max(0, self.total_updates - update)
         return left * self.geometry.global_batch_size / samples_per_s if samples_per_s > 0 else None
 
-    def legs(self, first_update: int = 0) -> List[Leg]:
-        """Return all legs from `first_update` on."""
-        legs, update = [], first_update
+    def segments(self, first_update: int = 0) -> List[Segment]:
+        """Return all segments from `first_update` on."""
+        segments, update = [], first_update
         while update < self.total_updates:
-            legs.append(self.next_leg(update))
-            update = legs[-1].end
-        return legs
+            segments.append(self.next_segment(update))
+            update = segments[-1].end
+        return segments
 
     def is_evaluated_after(self, update: int) -> bool:
         """Return whether the test split is evaluated after `update` updates; it always is after the last one."""
@@ -229,14 +229,14 @@ class Plan:
         is_due = update == self.total_updates or (update > 0 and every > 0 and update % every == 0)
         return is_due and self.dataset_size.test_samples > 0
 
-    def next_leg(self, update: int) -> Leg:
-        """Return the leg from `update` to the end of the epoch, the next checkpoint or the end of the run."""
+    def next_segment(self, update: int) -> Segment:
+        """Return the segment from `update` to the end of the epoch, the next checkpoint or the end of the run."""
         epoch = update // self.updates_per_epoch
         end_of_epoch = (epoch + 1) * self.updates_per_epoch
         end = min(end_of_epoch, self.total_updates)
         if self.save_every_updates:
             end = min(end, (update // self.save_every_updates + 1) * self.save_every_updates)
-        return Leg(epoch, update, end - update, ends_epoch=end == end_of_epoch)
+        return Segment(epoch, update, end - update, ends_epoch=end == end_of_epoch)
 
     @property
     def save_every_updates(self) -> int:
@@ -314,7 +314,7 @@ def _check_instances(pod: PodSection, cluster: Cluster) -> None:
     if pod.replicas % max(1, pod.num_instances):
         raise ConfigError(
             f"{counted(pod.replicas, 'replica')} cannot be divided equally between {pod.num_instances} instances"
-            + way_out(cluster, pod.replicas, pod.num_instances, pod.ipus_per_replica)
+            + hint(cluster, pod.replicas, pod.num_instances, pod.ipus_per_replica)
         )
 
 
@@ -323,10 +323,10 @@ def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str], c
     training, ipus, stages = config.training, geometry.ipus_per_replica, pipeline_stages(config, splits)
     _check_ipus(splits, ipus)
     if not is_power_of_two(geometry.local_ipus):
-        hint = way_out(cluster, geometry.total_replicas, geometry.num_instances, ipus)
+        others = hint(cluster, geometry.total_replicas, geometry.num_instances, ipus)
         raise ConfigError(
             f"one instance would use {geometry.local_replicas} replicas x {ipus} IPUs = {geometry.local_ipus} IPUs, "
-            f"and PopTorch attaches to a power of two{hint or '; use 1, 2, 4, 8, ... IPUs per replica'}"
+            f"and PopTorch attaches to a power of two{others or '; use 1, 2, 4, 8, ... IPUs per replica'}"
         )
     if training.gradient_accumulation < 2 * stages - 1:
         raise ConfigError(

@@ -47,7 +47,7 @@ def describe(plan: Plan) -> Dict[str, Any]:
         "updates_per_epoch": plan.updates_per_epoch,
         "total_updates": plan.total_updates,
         "instances": [{**dataclasses.asdict(spec), **_devices(placement, spec)} for spec in placement.instances],
-        "legs": [dataclasses.asdict(leg) for leg in plan.legs()],
+        "legs": [dataclasses.asdict(segment) for segment in plan.segments()],
         "pipeline_splits": list(plan.pipeline_splits),
         "ipu_options": ipu_options.describe(plan.config),
         "run_dir": plan.run_dir,
@@ -98,7 +98,7 @@ def render(plan: Plan, width: Optional[int] = None, is_verbose: bool = False) ->
         ("model", f"{plan.task.model}, precision {training.precision}, {training.optimizer}"),
         (
             "length",
-            f"{counted(plan.total_updates, 'update')}, {_per_epoch(plan)}, {counted(len(plan.legs()), 'leg')}",
+            f"{counted(plan.total_updates, 'update')}, {_per_epoch(plan)}, {counted(len(plan.segments()), 'segment')}",
         ),
         *_transfer_rows(plan),
         *(ipu_options.rows(plan.config) if is_verbose else ()),
@@ -176,7 +176,7 @@ def _data_rows(plan: Plan) -> List[Tuple[str, str]]:
 def _transfer_rows(plan: Plan) -> List[Tuple[str, str]]:
     """Return the rows for what moves the weights between a device and its host, besides checkpoints."""
     training, rows = plan.config.training, []
-    during = sum(plan.is_evaluated_after(leg.end) for leg in plan.legs()[:-1])
+    during = sum(plan.is_evaluated_after(segment.end) for segment in plan.segments()[:-1])
     if during:
         rows.append(("evaluation", f"{counted(during, 'time')} during the training; on IPUs each {_moves(3, 2, 2)}"))
     if plan.dataset_size.test_samples:

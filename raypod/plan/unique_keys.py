@@ -11,7 +11,7 @@ import yaml
 
 _MOST_LEVELS = 100  # of nodes in each other; for JSON see system/files.py
 _HINTS = {  # by a part of PyYAML's message
-    "<block end>": ": is its indentation that of its siblings?",
+    "<block end>": ": indent it like the other keys of this section",
     "character '\\t'": ": a tab; YAML is indented with spaces",
     "mapping values are not": ": is it indented too far, is a colon missing before it, or must its value be quoted?",
     "could not find expected ':'": ": is a colon missing, or the space after it?",

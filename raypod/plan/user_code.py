@@ -139,7 +139,7 @@ def import_name(name: str, key: str) -> Any:
         function = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, SyntaxError) as error:
         is_sdk = isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _SDKS
-        cause = " ".join(str(error).split()) + _way_out(error, module_name, attribute, here)
+        cause = " ".join(str(error).split()) + _hint(error, module_name, attribute, here)
         raise (_SdkMissing if is_sdk else ConfigError)(f"{key} = {name!r}: {cause}") from None
     except AttributeError:
         raise ConfigError(f"{key} = {name!r}: the module {module_name} has no {attribute!r}") from None
@@ -165,7 +165,7 @@ def _is_of_python(top: str) -> bool:
     return origin == "frozen" or (inside and "-packages" not in origin)
 
 
-def _way_out(error: Exception, module_name: str, attribute: str, here: str) -> str:
+def _hint(error: Exception, module_name: str, attribute: str, here: str) -> str:
     """Return what to do about a module that was not found, as the end of a message; "" for another error."""
     if not isinstance(error, ModuleNotFoundError) or not f"{module_name}.".startswith(f"{error.name}."):
         return ""

@@ -100,7 +100,7 @@ def _check_hosts(args: argparse.Namespace) -> int:
         findings += _local_folder()
     findings += _named_cluster()
     if args.json:
-        document = {"findings": [dataclasses.asdict(each) for each in findings], "hosts": facts}
+        document = {"findings": [_fields(each) for each in findings], "hosts": facts}
         cli.show(json.dumps(document, indent=2))
     else:
         names = [host.name for host in cluster.hosts]
@@ -112,7 +112,7 @@ def _check_program(args: argparse.Namespace) -> int:
     timeout_s = program_check.TIMEOUT_S if args.timeout is None else args.timeout
     findings = program_check.check_program(args.program, timeout_s)
     if args.json:
-        rows = [{"where": each.host, **dataclasses.asdict(each)} for each in findings]
+        rows = [{"where": each.host, **_fields(each)} for each in findings]
         cli.show(
             json.dumps({"findings": [{name: row[name] for name in row if name != "host"} for row in rows]}, indent=2)
         )
@@ -132,14 +132,14 @@ def _local_folder() -> List[Finding]:
 
 def _named_cluster() -> List[Finding]:
     """Return that runs cannot join the Ray cluster that RAY_ADDRESS names."""
-    way_out = ""  # the first error contains it
+    hint = ""  # the first error contains it
     try:
         address = named_cluster()
-        way_out = "correct RAY_ADDRESS, or unset it"
+        hint = "correct RAY_ADDRESS, or unset it"
         if address is not None:
             ray_admission.join_environment(address)
     except ClusterError as error:
-        return [Finding(TROUBLE, "", "RAY_ADDRESS", str(error), way_out)]
+        return [Finding(TROUBLE, "", "RAY_ADDRESS", str(error), hint)]
     return []
 
 
@@ -227,10 +227,10 @@ def render_findings(findings: Sequence[Finding], hosts: Sequence[str], width: Op
     """
     grouped: Dict[Tuple[str, str, str, str], List[str]] = {}
     for finding in findings:
-        grouped.setdefault((finding.level, finding.what, finding.text, finding.way_out), []).append(finding.host)
+        grouped.setdefault((finding.level, finding.what, finding.text, finding.hint), []).append(finding.host)
     rows = [("", "what", "host", "finding")]
-    for (level, what, text, way_out), names in grouped.items():
-        rows.append((level, what, _host_cell(names, hosts), f"{text}; {way_out}" if way_out else text))
+    for (level, what, text, hint), names in grouped.items():
+        rows.append((level, what, _host_cell(names, hosts), f"{text}; {hint}" if hint else text))
     table = cli.format_table(rows, _COLUMN_WIDTHS, separator=" ", width=width)
     return "\n".join([*table, "", summary(findings, len(hosts))])
 
@@ -238,7 +238,7 @@ def render_findings(findings: Sequence[Finding], hosts: Sequence[str], width: Op
 def summary(findings: Sequence[Finding], hosts: int) -> str:
     """Return one line with the verdict and the number of findings of each level."""
     counts = {level: sum(finding.level == level for finding in findings) for level in (OK, WARN, TROUBLE)}
-    start = next((f" for {each.way_out}" for each in findings if each.what == RAY_CLUSTER), "")
+    start = next((f" for {each.hint}" for each in findings if each.what == RAY_CLUSTER), "")
     verdict = "not ready" if counts[TROUBLE] else f"ready{start}"
     numbers = ", ".join(f"{count} {level}" for level, count in counts.items())
     return f"{verdict}: {hosts} host{'s' if hosts != 1 else ''}, {numbers}"
@@ -250,3 +250,8 @@ def _host_cell(names: Sequence[str], hosts: Sequence[str]) -> str:
     if len(hosts) > 1 and len(names) == len(hosts):
         return f"all {len(hosts)}"
     return cli.shortened(names)
+
+
+def _fields(finding: Finding) -> Dict[str, Any]:
+    """Return a finding for JSON. `way_out` is the former name of `hint`."""
+    return {**dataclasses.asdict(finding), "way_out": finding.hint}

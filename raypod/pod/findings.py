@@ -15,7 +15,7 @@ from raypod.system import horovod_address, vipu
 from raypod.system.interfaces import is_address, is_in, is_loopback
 
 OK, WARN, TROUBLE = "ok", "warn", "trouble"
-RAY_CLUSTER = "Ray cluster"  # the subject of the finding that Ray does not run; `way_out` starts it
+RAY_CLUSTER = "Ray cluster"  # the subject of the finding that Ray does not run; `hint` starts it
 
 Facts = Mapping[str, Any]
 MONITOR_PORTS = (44217, 44227)  # metrics of the autoscaler and the dashboard; Ray has no flag for them
@@ -38,7 +38,7 @@ class Finding:
     host: str
     what: str
     text: str
-    way_out: str = ""  # what to do
+    hint: str = ""  # what to do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +82,8 @@ def _python(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     python, install = facts["python"], "`raypod up` installs it by setup_commands of the cluster file"
     if "error" in python:
         name = "" if expected.cluster.python in python["error"] else f"{expected.cluster.python}: "
-        way_out = f"{install}; if it has run, correct {expected.python_setting}"
-        yield Finding(TROUBLE, host, "python", f"{name}{python['error']}", way_out)
+        hint = f"{install}; if it has run, correct {expected.python_setting}"
+        yield Finding(TROUBLE, host, "python", f"{name}{python['error']}", hint)
         return
     packages = python["packages"]
     for name in ("ray", "torch", "raypod"):
@@ -175,8 +175,8 @@ def _network(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         yield Finding(TROUBLE, host, "data network", text, "correct metadata.raypod.data_network")
     elif not found and is_address(host_address):
         text = f"no interface has the address {host_address} of the cluster file; interfaces: {listed}"
-        way_out = "use the host's own address in the cluster file: Ray identifies a host by it"
-        yield Finding(WARN, host, "data network", text, way_out)
+        hint = "use the host's own address in the cluster file: Ray identifies a host by it"
+        yield Finding(WARN, host, "data network", text, hint)
     else:
         name = next(iter(found), "?")
         text = f"{name} {found.get(name, host_address)}: Gloo and Horovod use only this interface"
@@ -219,14 +219,14 @@ def _folders(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         if name == "object store":
             is_enough = folder["total_bytes"] >= _MIN_SHM_BYTES and folder["free_bytes"] >= _MIN_SHM_FREE_BYTES
             level = OK if is_enough else WARN
-            way_out = "enlarge /dev/shm (containers: --shm-size): Ray's object store and loader workers use it"
+            hint = "enlarge /dev/shm (containers: --shm-size): Ray's object store and loader workers use it"
         else:
             is_enough = folder["free_bytes"] >= _RUN_FOLDER_WARN_BYTES
             level = OK if is_enough else WARN if folder["free_bytes"] >= _RUN_FOLDER_TROUBLE_BYTES else TROUBLE
-            way_out = "free disk space, or choose another folder"
+            hint = "free disk space, or choose another folder"
         if not folder["is_writable"]:
             level, free = TROUBLE, f"{folder['path']} is not writable by {facts['user']}"
-        yield Finding(level, host, name, free, "" if level == OK else way_out)
+        yield Finding(level, host, name, free, "" if level == OK else hint)
 
 
 def _data(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
@@ -258,8 +258,8 @@ def _token(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     token = facts["token"]
     if expected.cluster.auth_mode != "token":
         text = f"RAY_AUTH_MODE is {expected.cluster.auth_mode or 'not set'} in the start commands: the cluster is open"
-        way_out = "export RAY_AUTH_MODE=token in both start commands, as in cluster/pod64.yaml"
-        yield Finding(TROUBLE, host, "token", text, way_out)
+        hint = "export RAY_AUTH_MODE=token in both start commands, as in cluster/pod64.yaml"
+        yield Finding(TROUBLE, host, "token", text, hint)
     elif "error" in token:
         text = f"{token['path']}: {token['error']}"
         yield Finding(TROUBLE, host, "token", text, "`raypod up` creates it and copies it to the hosts")
@@ -288,8 +288,8 @@ def _gcs_access(expected: Expected) -> Iterator[Finding]:
         text = f"no answer at {address} without a token ({answer.detail}): Ray does not run, or a firewall blocks it"
         yield Finding(OK, "", "closed", text)
     elif expected.cluster.auth_mode == "token" and ray_admission.has_tokens(answer.detail or "0"):
-        way_out = "restart it: raypod up"
-        yield Finding(TROUBLE, "", "closed", f"the GCS at {address} answers requests without a token", way_out)
+        hint = "restart it: raypod up"
+        yield Finding(TROUBLE, "", "closed", f"the GCS at {address} answers requests without a token", hint)
     else:
         text = f"the GCS at {address} answers every request"
         yield Finding(WARN, "", "closed", text, "restrict access to the hosts by a firewall")
@@ -352,8 +352,8 @@ def _ports(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
             text = f"{port} is in use by {owner}, which is left of a Ray that has ended"
             yield Finding(WARN, host, "ports", text, "it ends by itself within a minute")
             continue
-        way_out = "stop it, or change the ports in the start commands"
-        yield Finding(TROUBLE, host, "ports", f"{port} is in use by {owner}{of_cluster}", way_out)
+        hint = "stop it, or change the ports in the start commands"
+        yield Finding(TROUBLE, host, "ports", f"{port} is in use by {owner}{of_cluster}", hint)
     others = sum(1 for mark in facts["clusters"] if mark != cluster.name)
     if others:
         text = f"{others} other Ray cluster{'s' if others > 1 else ''} on this host"
@@ -374,8 +374,8 @@ def _exposure(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     for each in ours:
         if each["port"] == DASHBOARD_PORT:
             text = f"listens on {each['address']}:{DASHBOARD_PORT}"
-            way_out = "start Ray with --dashboard-host=127.0.0.1, and use `ray dashboard`"
-            yield Finding(TROUBLE, host, "dashboard", text, way_out)
+            hint = "start Ray with --dashboard-host=127.0.0.1, and use `ray dashboard`"
+            yield Finding(TROUBLE, host, "dashboard", text, hint)
     known = {*expected.ports, *range(first, last + 1), *MONITOR_PORTS, _RAY_CLIENT_PORT}
     rest = [each for each in ours if each["port"] not in known]
     open_to_all = sorted({each["port"] for each in rest if each["address"] in _ANY})
@@ -391,8 +391,8 @@ def _exposure(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     pages = sorted({each["port"] for each in ours if each["port"] in (*MONITOR_PORTS, expected.metrics_port)})
     if pages:
         text = f"{', '.join(map(str, pages))}: metrics, readable without the token"
-        way_out = "restrict access to the hosts and the metrics collector by a firewall"
-        yield Finding(WARN, host, "exposed", text, way_out)
+        hint = "restrict access to the hosts and the metrics collector by a firewall"
+        yield Finding(WARN, host, "exposed", text, hint)
     inside = f", {len(rest)} of instances in {network}" if rest and not open_to_all and not outside else ""
     of_ray = len({each["port"] for each in ours if each["port"] in known})
     yield Finding(OK, host, "exposed", f"{of_ray} ports of Ray{inside} (see docs/explanation/security.md)")

@@ -183,7 +183,7 @@ def render(findings: Sequence[Finding], width: Optional[int] = None) -> str:
     rows: List[Tuple[str, ...]] = [("", "what", "where", "finding")]
     grouped: Dict[Tuple[str, str, str], List[str]] = {}
     for each in findings:
-        text = f"{each.text}; {each.way_out}" if each.way_out else each.text
+        text = f"{each.text}; {each.hint}" if each.hint else each.text
         grouped.setdefault((each.level, each.what, text), []).append(each.host)
     for (level, what, text), places in grouped.items():
         rows.append((level, what, cli.shortened([place for place in places if place]), text))

@@ -156,15 +156,15 @@ def adopt(run_dir: str, owner: str, log: Log) -> Claim:
 
 
 def _acquire(folder: Path, created: List[Path], take_over: bool, log: Log) -> Claim:
-    way_out = (
+    hint = (
         f"raypod attach|stop {folder} on that host shows its output or ends it; --take-over ends it and continues here"
     )
-    held = lease.acquire(folder, way_out, take_over, log)
+    held = lease.acquire(folder, hint, take_over, log)
     try:
         state = run_state.read(folder)
         if state is not None and held.is_first and not take_over and state.may_be_running:
             holder = f"pid {state.pid} on host {state.host}, as {layout.STATE} says, which has no lease"
-            raise LeaseHeld(str(folder), holder, way_out)
+            raise LeaseHeld(str(folder), holder, hint)
         return Claim(folder, held, created)
     except (OSError, LeaseHeld):
         held.release()

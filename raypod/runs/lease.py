@@ -26,12 +26,12 @@ _WAKE_S = 5.0  # for a late heartbeat, before the process goes on without it
 _ATTEMPTS = 20
 
 
-def acquire(folder: Path, way_out: str = "", take_over: bool = False, log: Log = print) -> Lease:
+def acquire(folder: Path, hint: str = "", take_over: bool = False, log: Log = print) -> Lease:
     """Acquire the lease of an existing folder, and renew it in the background until it is released.
 
     Args:
         folder: the folder.
-        way_out: the end of the message of LeaseHeld.
+        hint: the end of the message of LeaseHeld.
         take_over: end another holder: it raises LeaseLost, and this call returns when it has ended.
         log: prints lines about waits, and one warning if the disk prevents heartbeats.
 
@@ -47,7 +47,7 @@ def acquire(folder: Path, way_out: str = "", take_over: bool = False, log: Log =
             for each in reversed(before):
                 if not lease_file.has_ended(each, now_s, log):
                     if not take_over:
-                        raise lease_file.held(each, now_s, way_out)
+                        raise lease_file.held(each, now_s, hint)
                     live.append(each)
             path = folder / f"lease-{1 + (before[-1].number if before else 0)}.json"
             if not lease_file.publish(partial, path, me):
@@ -59,7 +59,7 @@ def acquire(folder: Path, way_out: str = "", take_over: bool = False, log: Log =
         lease = Lease(path, me, log)
         _end_holders(live, lease, log)
         return lease
-    raise LeaseHeld(str(folder), "several other commands at the same time", way_out)
+    raise LeaseHeld(str(folder), "several other commands at the same time", hint)
 
 
 def adopt(folder: Path, owner: str, log: Log = print) -> Lease:

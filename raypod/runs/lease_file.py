@@ -202,10 +202,10 @@ def _seen(age_s: float) -> str:
     return f"{age_s:.0f} s old" if age_s >= 0 else f"{-age_s:.0f} s ahead of the clock here"
 
 
-def held(file: LeaseFile, now_s: float, way_out: str) -> LeaseHeld:
+def held(file: LeaseFile, now_s: float, hint: str) -> LeaseHeld:
     """Return the error for a lease that is valid at the time `now_s` of the file system's clock."""
     expiry = ""
     if file.holder is None or not file.holder.is_local:
         age_s = max(0.0, now_s - file.renewed_s)
         expiry = f", last heartbeat {age_s:.0f} s ago; it expires after {file.expires_after_s:g} s without one"
-    return LeaseHeld(str(file.path.parent), f"{file}{expiry}", way_out)
+    return LeaseHeld(str(file.path.parent), f"{file}{expiry}", hint)

@@ -76,8 +76,8 @@ class MetricsAggregator:
         """Continue with a plan of other instances, whose updates have the same samples. No report is pending."""
         self._plan = plan
 
-    def begin_leg(self, now_s: float) -> None:
-        """Exclude the time before a leg (start, save, evaluation) from the throughput."""
+    def begin_segment(self, now_s: float) -> None:
+        """Exclude the time before a segment (start, save, evaluation) from the throughput."""
         self._last_call_s = now_s
         self.know_epoch_sums(self.position, self.epoch_sums())
 

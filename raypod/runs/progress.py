@@ -148,9 +148,9 @@ class Progress:
             return f"Stopped early after update {event.update}: {event.reason}"
         if isinstance(event, RunEnded) and event.interrupted:
             cause = f" ({event.cause})" if event.cause else ""
-            way_out = way_to_continue(self._plan.run_dir, event.updates, event.checkpoint)
+            hint = way_to_continue(self._plan.run_dir, event.updates, event.checkpoint)
             how = "Preempted" if event.preempted else "Interrupted"
-            return f"{how} after update {event.updates}; {way_out}{cause}"
+            return f"{how} after update {event.updates}; {hint}{cause}"
         return None
 
     def _evaluation_line(self, event: EvaluationDone) -> str:

@@ -89,8 +89,8 @@ def check_may_write(plan: Plan) -> None:
     has_checkpoint = bool(storage.list_checkpoints(storage.checkpoints_folder(folder))[0])
     has_updates = (folder / METRICS).exists() and (has_checkpoint or (folder / METRICS).stat().st_size > 0)
     if has_updates and not may_write:
-        way_out = f"continue with --resume {folder}" if has_checkpoint else "remove it: it has no checkpoint"
-        raise ConfigError(f"--run-dir {folder} holds a run already; choose another folder, or {way_out}")
+        hint = f"continue with --resume {folder}" if has_checkpoint else "remove it: it has no checkpoint"
+        raise ConfigError(f"--run-dir {folder} holds a run already; choose another folder, or {hint}")
 
 
 def way_to_continue(run_dir: str, updates: int, checkpoint: Optional[str], option: str = "--resume ") -> str:

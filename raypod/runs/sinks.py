@@ -59,7 +59,9 @@ def check_packages(config: Config) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """Return whether a package can be imported. A folder of its name, as W&B leaves one, is none."""
+    """Return whether a package can be imported. A bare directory of that name (W&B creates ./wandb) is a
+    namespace package and does not count.
+    """
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
 

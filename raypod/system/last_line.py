@@ -29,7 +29,7 @@ class LastLine:
         self.forget()
 
     def forget(self) -> None:
-        """Let the lines so far count no more."""
+        """Ignore everything written so far."""
         self._line: Optional[str] = None
         self._begin = self._read_bytes = _size(self._log)
 

@@ -62,7 +62,10 @@ def test_settings_of_raypod_and_of_the_start_commands(tmp_path: Path) -> None:
         ("[]", "expected the keys"),
         ("apiVersion: ray.io/v1\nkind: RayCluster", r"those of a Kubernetes file \(kind RayCluster\): kubectl applies"),
         ("a: [", "is not YAML, line 1"),
-        ("a:\n    b: 1\n   c: 2", r"is not YAML, line 3: .*begins in line 1\): is its indentation that of its sibl"),
+        (
+            "a:\n    b: 1\n   c: 2",
+            r"is not YAML, line 3: .*begins in line 1\): indent it like the other keys of this section",
+        ),
         (
             "provider:\n  type: local\n  head_ip: a\n  worker_ips: 3",
             "pod.yaml, line 4: provider.worker_ips must be a l",

@@ -207,8 +207,8 @@ def test_a_duplicate_key_is_an_error_with_both_lines_and_may_override_a_merged_o
         ("a: 'b\nc: d", r"\(while scanning a quoted scalar that begins in line 1\): its quote is not closed$"),
         ("a: 'b\nc: 'd'", r"line 2: .*: is a quote not closed, or does text follow a closing quote or bracket\?$"),
         ("a: [b] c", r": is a quote not closed, or does text follow a closing quote or bracket\?$"),
-        ("a:\n  b: 1\n c: 2", r"line 3: .*: is its indentation that of its siblings\?$"),
-        ("a: 1\n- b", r"line 2: .*: is its indentation that of its siblings\?$"),
+        ("a:\n  b: 1\n c: 2", r"line 3: .*: indent it like the other keys of this section$"),
+        ("a: 1\n- b", r"line 2: .*: indent it like the other keys of this section$"),
     ],
 )
 def test_a_syntax_error_is_explained(text: str, words: str) -> None:

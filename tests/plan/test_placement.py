@@ -11,11 +11,11 @@ from raypod.plan.placement import (
     Sizes,
     device_id,
     fits,
+    hint,
     link_domain_index,
     num_gcds,
     partition_conflict,
     place,
-    way_out,
 )
 
 
@@ -75,7 +75,7 @@ def test_device_ids_link_domains_and_partitions() -> None:
 )
 def test_offered_numbers(hosts: Cluster, replicas: int, instances: int, ipus: int, words: str) -> None:
     assert not fits(hosts, replicas, instances, ipus)
-    assert way_out(hosts, replicas, instances, ipus) == words
+    assert hint(hosts, replicas, instances, ipus) == words
 
 
 @pytest.mark.parametrize("hosts", [pod(1), pod(3), pod(2, 4), pod(2, slots=1)])

@@ -1,4 +1,4 @@
-"""Sizes, legs and names of a plan, and what is rejected before a run."""
+"""Sizes, segments and names of a plan, and what is rejected before a run."""
 
 from __future__ import annotations
 
@@ -67,11 +67,13 @@ def test_only_values_that_pass_are_offered(pod: Dict[str, object], words: str, p
 
 
 @pytest.mark.parametrize("first", [0, 44, 50])
-def test_legs_contain_every_update_once(make: Any, first: int) -> None:
+def test_segments_contain_every_update_once(make: Any, first: int) -> None:
     plan = make(training={"epochs": 3, "updates": 100})
-    updates = [leg.first_update + offset for leg in plan.legs(first) for offset in range(leg.num_updates)]
+    updates = [
+        segment.first_update + offset for segment in plan.segments(first) for offset in range(segment.num_updates)
+    ]
     assert updates == list(range(first, 100))
-    assert [leg.ends_epoch for leg in plan.legs()] == [True, True, False]
+    assert [segment.ends_epoch for segment in plan.segments()] == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,11 @@ def test_the_cores_of_other_hosts_are_those_of_the_cluster_file() -> None:
 
 def test_a_plan_shows_the_samples_that_are_left_out_of_each_epoch(make: Any) -> None:
     left_out = "29 of 1437 images left out of each"
-    assert f"length  660 updates, 44 per epoch ({left_out}), 15 legs\n" in render(make())
+    assert f"length  660 updates, 44 per epoch ({left_out}), 15 segments\n" in render(make())
     assert f"length  660 updates (15 epochs of 44; {left_out})\n" in render_brief(make(), 80)
     assert f"length  5 updates, 44 per epoch ({left_out})\n" in render_brief(make(training={"updates": 5}), 80)
     whole = make(data={"dataset": "synthetic", "samples": 64}, training={"epochs": 1, "batch_size": 16})
-    assert "length  1 update, 1 per epoch, 1 leg\n" in render(whole)
+    assert "length  1 update, 1 per epoch, 1 segment\n" in render(whole)
     assert "length  1 update (1 epoch of 1)\n" in render_brief(whole)
 
 

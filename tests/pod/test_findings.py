@@ -90,7 +90,7 @@ def test_an_autoscaler_that_can_block_itself_is_a_warning(
     pod[host]["python"]["packages"].update(ray=ray, filelock=filelock)
     found = [each for each in examine(EXPECTED, pod) if each.what == "autoscaler"]
     assert [(each.level, each.host) for each in found] == [(WARN, HOSTS[0])] * is_warned
-    assert all("filelock<3.11" in each.way_out for each in found)
+    assert all("filelock<3.11" in each.hint for each in found)
 
 
 def test_a_healthy_pod_has_only_ok_findings() -> None:
@@ -173,7 +173,7 @@ def test_a_problem_is_reported_with_its_host_and_what_to_do(change: Callable[[Di
     assert [finding.level for finding in found] == [level]
     assert words in found[0].text
     assert found[0].host in (HOSTS[1], "")
-    assert found[0].way_out
+    assert found[0].hint
 
 
 def test_missing_ipus_prevent_a_run_only_if_required() -> None:
@@ -207,7 +207,7 @@ def test_a_ray_version_without_tokens_is_reported_with_what_to_do() -> None:
     assert {(finding.level, finding.what) for finding in found} == {(WARN, "token")}
     assert "Ray 2.10.0 does not support token authentication" in found[0].text
     for words in ("firewall", "enable TLS: see docs/explanation/security.md"):
-        assert words in found[0].way_out
+        assert words in found[0].hint
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_other_hosts_must_reach_an_installed_horovod(release: Optional[str], add
         facts["python"]["packages"]["horovod"] = release
         facts["own_name"] = {"address": "10.0.0.1", "error": ""}
     pod[HOSTS[1]]["own_name"] = {"address": address, "error": "" if address else "unknown"}
-    texts = [f"{each.host} {each.text} {each.way_out}" for each in bad(pod)]
+    texts = [f"{each.host} {each.text} {each.hint}" for each in bad(pod)]
     assert len(texts) == bool(words)
     for text in texts:
         assert text.startswith(f"{HOSTS[1]} {words}")
@@ -283,7 +283,7 @@ def test_a_missing_interpreter_is_named_once_with_its_setting() -> None:
     expected = dataclasses.replace(EXPECTED, cluster=cluster, python_setting="metadata.raypod.python in line 7")
     (finding,) = bad(on_second(lambda facts: facts.update(python={"error": "python4 does not exist"})), expected)[:1]
     assert finding.text == "python4 does not exist"
-    assert finding.way_out == (
+    assert finding.hint == (
         "`raypod up` installs it by setup_commands of the cluster file; if it has run, "
         "correct metadata.raypod.python in line 7"
     )

@@ -52,10 +52,10 @@ def test_the_loss_does_not_depend_on_the_placement(make: Callable[..., Plan], in
 
 def test_throughput_excludes_the_first_call_and_pauses(make: Callable[..., Plan]) -> None:
     metrics = MetricsAggregator(make(pod={"num_instances": 1}), 0.0)
-    metrics.begin_leg(5.0)
+    metrics.begin_segment(5.0)
     for call, now in enumerate((10.0, 11.0)):  # the first call takes 5 s: it includes the compilation
         metrics.add(report(0, [[1.0] * 4], [[0] * 4], first=call), now)
-    metrics.begin_leg(50.0)  # after an evaluation
+    metrics.begin_segment(50.0)  # after an evaluation
     metrics.add(report(0, [[1.0] * 4], [[0] * 4], first=2), 51.0)
     assert metrics.samples_per_s == 32.0
     assert metrics.first_update_s == 10.0

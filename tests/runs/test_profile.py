@@ -14,7 +14,7 @@ from raypod import train
 from raypod.errors import ConfigError
 from raypod.events import CallReport, ClockReading, InstanceStarted, ProcessSpans, Span
 from raypod.plan.layout import PROFILE
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.plan.profile_window import rounding_of, window_of
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.profile import ProfileSource, ProfileWriter
@@ -30,8 +30,8 @@ POD = {"replicas": 4, "num_instances": 2}
 class Profiled(ScriptedFleet):
     """Every call of an instance is a span of 1 s at the update's second; the clock of instance 1 is 100 s ahead."""
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        for report in super().run(leg, stop_requested):
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        for report in super().run(segment, stop_requested):
             began_s = report.first_update + 100.0 * report.instance
             call = Span(f"in call {report.first_update + 1}", "call", began_s, began_s + 1, "instance_0")
             found = ProcessSpans(report.instance, f"h{report.instance}", 7, (call,))

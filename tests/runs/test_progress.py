@@ -121,16 +121,14 @@ def test_the_result_and_an_interruption_are_printed(shown: Shown) -> None:
 
 
 @pytest.mark.parametrize(
-    ("updates", "checkpoint", "way_out"),
+    ("updates", "checkpoint", "hint"),
     [
         (0, None, "start it again: it has no checkpoint yet"),
         (50, "other/checkpoints/update-50", "continue with --resume other/checkpoints/update-50"),
     ],
 )
-def test_an_interrupted_run_names_what_can_be_resumed(
-    shown: Shown, updates: int, checkpoint: Any, way_out: str
-) -> None:
-    assert f"Interrupted after update {updates}; {way_out}\n" in shown(RunEnded(updates, True, "ab", checkpoint))[0]
+def test_an_interrupted_run_names_what_can_be_resumed(shown: Shown, updates: int, checkpoint: Any, hint: str) -> None:
+    assert f"Interrupted after update {updates}; {hint}\n" in shown(RunEnded(updates, True, "ab", checkpoint))[0]
 
 
 def test_a_run_that_ends_within_an_epoch_shows_its_last_update(shown: Shown) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
 
 from raypod.events import CallReport, Event, InstanceLost, UpdateDone
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.base import Fleet, FleetBroken
@@ -57,9 +57,9 @@ class Breaks(ScriptedFleet):
         self._before_report, self._in_call, self._repairs = dict(before_report), dict(in_call), list(repairs)
         self.repaired: List[Tuple[int, ...]] = []
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
         """See `Fleet.run`."""
-        for report in super().run(leg, stop_requested):
+        for report in super().run(segment, stop_requested):
             error = self._before_report.pop((report.first_update, report.instance), None)
             if error is not None:
                 raise error

@@ -85,15 +85,15 @@ def open_run(where: PathLike, trusted: Collection[str] = ()) -> Run:
     return Run(folder, load_config(folder / CONFIG, trusted), checkpoint)
 
 
-def check_has_ended(run: Run, way_out: str) -> None:
-    """Raise ConfigError if the run still trains; `way_out` is the end of the message."""
+def check_has_ended(run: Run, hint: str) -> None:
+    """Raise ConfigError if the run still trains; `hint` is the end of the message."""
     state = run_state.read(run.folder)
     watch = RunEndWatch(run.folder)
     watch.observe(lambda text: show(text, sys.stderr))
     has_died = watch.has_died and not snapshots.is_copy(run.folder)  # a copy has no lease
     if state is not None and state.may_be_running and not has_died:
         where = "" if state.is_local else f" on host {state.host}"
-        raise ConfigError(f"{run.folder} is still training{where} (update {state.update}); {way_out}")
+        raise ConfigError(f"{run.folder} is still training{where} (update {state.update}); {hint}")
 
 
 def load(run: Run, name: Optional[str] = None, ema: Optional[bool] = None) -> Weights:

@@ -1,7 +1,8 @@
 """The metrics of a training run for Prometheus: one table, from the state that the status endpoint serves.
 
 Counters begin at 0 with the coordinator's process, as Prometheus expects of counters: a resumed run continues with a
-reset. `raypod_update` is the position of the training. What is unknown has no sample; a NaN is one of the training.
+reset. `raypod_update` is the position of the training. Unknown values yield no sample; NaN is exported only if the
+training produced NaN.
 """
 
 from __future__ import annotations

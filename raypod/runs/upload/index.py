@@ -42,7 +42,7 @@ class Index:
     def with_new(self, contents: Dict[str, Content]) -> Index:
         """Return the index with further contents that files can have.
 
-        A file whose upload failed has the content of before or that of an attempt: all of them stay possible.
+        After a failed upload the remote file may hold the old or any attempted content, so all are kept as valid.
         """
         files = dict(self.files)
         for name, content in contents.items():

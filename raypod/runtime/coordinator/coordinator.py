@@ -1,4 +1,4 @@
-"""The main loop of a run: start the fleet, broadcast the weights, train leg by leg, evaluate, save, end.
+"""The main loop of a run: start the fleet, broadcast the weights, train segment by segment, evaluate, save, end.
 
 The instances' reports come in through the fleet; `run` yields the events of the run. Between two updates the
 coordinator performs no collective and no file operation.
@@ -28,7 +28,7 @@ from raypod.events import (
     RunStarted,
     StoppedEarly,
 )
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.origin import origin_of
 from raypod.runtime.coordinator.checkpoint_copies import CheckpointCopies
@@ -153,20 +153,20 @@ class _Training:
         while done != self._metrics.position:
             with self._stop.deferred():
                 while self._metrics.position < self._evaluations.last_update() and not self._stop.requested:
-                    yield from self._leg_and_save()
+                    yield from self._segment_and_save()
                 done = self._metrics.position
                 yield from self._finish_save(done)
             if done == self._plan.total_updates:
                 yield from self._evaluate(done)
 
-    def _leg_and_save(self) -> Iterator[Event]:
-        """Run one leg, then what is due after it: evaluation, checkpoint, leaving hosts that are being drained."""
-        leg = self._plan.next_leg(self._metrics.position)
-        yield from self._recovery.once(self._run_leg(leg))
+    def _segment_and_save(self) -> Iterator[Event]:
+        """Run one segment, then what is due after it: evaluation, checkpoint, leaving hosts that are being drained."""
+        segment = self._plan.next_segment(self._metrics.position)
+        yield from self._recovery.once(self._run_segment(segment))
         update = self._metrics.position
         is_last = update == self._plan.total_updates
-        if leg.ends_epoch and update == leg.end and leg.epoch >= self._metrics.epochs_done:
-            yield self._metrics.end_epoch(leg.epoch)
+        if segment.ends_epoch and update == segment.end and segment.epoch >= self._metrics.epochs_done:
+            yield self._metrics.end_epoch(segment.epoch)
         if not is_last and not self._stop.requested:
             yield from self._save_and_evaluate(update)
         tested = self._evaluations.metrics_after(update)
@@ -203,10 +203,10 @@ class _Training:
         elif draining:
             yield from self._recovery.move_away_from(draining)
 
-    def _run_leg(self, leg: Leg) -> Iterator[Event]:
-        yield PhaseBegun("training", leg.first_update)
-        self._metrics.begin_leg(time.monotonic())
-        for report in self._fleet.run(leg, partial(self._must_end_leg, leg)):
+    def _run_segment(self, segment: Segment) -> Iterator[Event]:
+        yield PhaseBegun("training", segment.first_update)
+        self._metrics.begin_segment(time.monotonic())
+        for report in self._fleet.run(segment, partial(self._must_end_segment, segment)):
             yield from self._evaluations.warnings.new_in([report])
             yield from map(self._schedule.record, report.saves)
             updates = self._metrics.add(report, time.monotonic())
@@ -215,11 +215,11 @@ class _Training:
                 yield update
                 self._schedule.check_finite(update)
 
-    def _must_end_leg(self, leg: Leg) -> bool:
+    def _must_end_segment(self, segment: Segment) -> bool:
         if self._stop.requested or self._fleet.draining() or self._schedule.must_wait():
             return True
-        # Not before the first call: loading its data can take longer than the interval, and starts again in a new leg.
-        return self._metrics.position > leg.first_update and self._schedule.interval_elapsed()
+        # Not before the first call: its data can take longer than the interval to load, and again in a new segment.
+        return self._metrics.position > segment.first_update and self._schedule.interval_elapsed()
 
     def _save_and_evaluate(self, update: int) -> Iterator[Event]:
         """Do what is due of both. The checkpoint comes first: an evaluation can fail."""

@@ -40,7 +40,7 @@ class CopyTargets:
             self._here.open(self._own_mark, ())
 
     def choose(self, held: Collection[str], given_up: Collection[str]) -> Optional[str]:
-        """Return the host to which a checkpoint is copied next; None if there is none, or none is needed.
+        """Return the next host to copy to, or None if enough hosts hold it or none is left.
 
         Args:
             held: the hosts that have the checkpoint.

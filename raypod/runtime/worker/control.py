@@ -116,7 +116,7 @@ def _own_threads() -> List[int]:
 
 
 class StopGate:
-    """Ends a leg after the same call in every instance, on request of another thread.
+    """Ends a segment after the same call in every instance, on request of another thread.
 
     Every update is a collective, so all instances must stop after the same call, but a stop request reaches them at
     different times. Therefore each instance first pauses and reports how many calls it has started; the coordinator
@@ -165,7 +165,7 @@ class StopGate:
             return self._started
 
     def reopen(self) -> None:
-        """Allow calls again, after the stopped leg has ended in all instances."""
+        """Allow calls again, after the stopped segment has ended in all instances."""
         with self._condition:
             self._paused, self._last = False, None
 

@@ -21,7 +21,7 @@ import torch
 from raypod.errors import CollectiveBroken
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, ProcessSpans, SaveReport
 from raypod.plan import ipu_options
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.runtime.worker import devices, executable_cache
 from raypod.runtime.worker.control import ATTACHING, LOADING, SNAPSHOT, Heartbeat, StopGate
 from raypod.runtime.worker.process_group import ProcessGroup
@@ -164,7 +164,7 @@ class Instance:
         return list(self._model.lost_reports(self._training, missing))
 
     def abort_collectives(self) -> None:
-        """End a leg, an evaluation and every wait for other instances, from another thread, as one of them is lost."""
+        """End a segment, an evaluation and every wait for other instances, from another thread: one is lost."""
         self._gate.stop_after(0)
         if self._seeding_peer is not None:
             self._seeding_peer.abort()
@@ -218,20 +218,20 @@ class Instance:
                 self._load_state(tensors.unpack_flat(peer.receive(seeding)))
         return self._model.weights_sha256()
 
-    def run(self, leg: Leg) -> Iterator[CallReport]:
-        """Run a leg; yield a report after each call."""
+    def run(self, segment: Segment) -> Iterator[CallReport]:
+        """Run a segment; yield a report after each call."""
         assert self._feed is not None, "call build first"
         device_iterations = self._plan.geometry.device_iterations
-        first_call = leg.first_update // device_iterations
-        self._update = leg.first_update
+        first_call = segment.first_update // device_iterations
+        self._update = segment.first_update
         self._model.begin_average_at(self._update)
-        self._profile.begin_call(leg.first_update)
+        self._profile.begin_call(segment.first_update)
         self._norms.begin(self._read_back)
-        batches = self._feed.timed_calls(leg, lambda: self.heartbeat.set_activity(LOADING))
+        batches = self._feed.timed_calls(segment, lambda: self.heartbeat.set_activity(LOADING))
         for number, (batch, wait_s) in enumerate(batches):
             if not self._gate.enter(first_call + number):
                 return
-            update = leg.first_update + number * device_iterations
+            update = segment.first_update + number * device_iterations
             self._rate.set(self._training, self._model.optimizer, update)
             began, peer_wait_before = time.monotonic(), telemetry.peer_wait_s()
             self._attach()
@@ -273,11 +273,11 @@ class Instance:
         return self._gate.pause()
 
     def reopen(self) -> None:
-        """Allow calls again after a stopped leg."""
+        """Allow calls again after a stopped segment."""
         self._gate.reopen()
 
     def stop_after(self, calls: int) -> None:
-        """End the leg after `calls` calls of the run. All instances must get the same number."""
+        """End the segment after `calls` calls of the run. All instances must get the same number."""
         self._gate.stop_after(calls)
 
     def abandon_evaluation(self) -> None:

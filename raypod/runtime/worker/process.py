@@ -22,7 +22,7 @@ from raypod.errors import ClusterError, CollectiveBroken, ConfigError, DeviceFai
 from raypod.events import CallReport, EvaluationReport, HeartbeatReport, InstanceStarted
 from raypod.plan import user_code
 from raypod.plan.placement import partition_conflict
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.runtime.worker import collectives
 from raypod.runtime.worker.binding import take_cores
 from raypod.runtime.worker.environment import instance_environment
@@ -128,13 +128,13 @@ class InstanceProcess:
         sys.stderr.write(f"the coordinator requested the stack of instance {self._index}:\n{stack}\n")
         return stack
 
-    def run(self, leg: Leg) -> Iterator[List[CallReport]]:
-        """Run a leg; yield the reports, those of fast calls in one list.
+    def run(self, segment: Segment) -> Iterator[List[CallReport]]:
+        """Run a segment; yield the reports, those of fast calls in one list.
 
         A report is sent at once unless another was sent just before: this process may die before it sends the others.
         """
         reports: queue.SimpleQueue[Optional[CallReport]] = queue.SimpleQueue()
-        ran = self._thread.submit(_log_errors, self._run_into, reports, leg)
+        ran = self._thread.submit(_log_errors, self._run_into, reports, segment)
         ended, next_s = False, 0.0
         while not ended:
             together = [reports.get()]  # no timeout: the waits within the instance have timeouts
@@ -191,11 +191,11 @@ class InstanceProcess:
             return dataclasses.replace(result, warnings=self._warnings.take())
         return result
 
-    def _run_into(self, reports: queue.SimpleQueue[Optional[CallReport]], leg: Leg) -> None:
+    def _run_into(self, reports: queue.SimpleQueue[Optional[CallReport]], segment: Segment) -> None:
         assert self._instance is not None, "call build first"
         try:
             with self._convert_peer_errors():
-                for report in self._instance.run(leg):
+                for report in self._instance.run(segment):
                     warned = self._warnings.take()
                     reports.put(dataclasses.replace(report, warnings=warned) if warned else report)
         finally:

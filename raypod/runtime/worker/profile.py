@@ -16,8 +16,8 @@ from raypod.system.spans import recorder
 class Profile:
     """Turns the recorder of this process on for the calls of the window.
 
-    It is also on before the first leg, so that the profile shows the start of the instance, and after the last update
-    of the run if the window contains that.
+    It is also on before the first segment, so that the profile shows the start of the instance, and after the last
+    update of the run if the window contains that.
     """
 
     def __init__(self, plan: Plan, spec: InstanceSpec) -> None:

@@ -77,8 +77,8 @@ class ReplicaModel:
         Raises:
             ConfigError: they are those of another model.
         """
-        way_out = "evaluate with data and task options that give the network the shapes of the training"
-        tensors.load_weights(self.network, tensors.unpack_flat(flat), way_out)
+        hint = "evaluate with data and task options that give the network the shapes of the training"
+        tensors.load_weights(self.network, tensors.unpack_flat(flat), hint)
         self.reset_average()
         return self.weights_sha256()
 

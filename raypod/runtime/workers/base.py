@@ -14,7 +14,7 @@ from typing_extensions import Protocol
 from raypod.errors import InstanceFailed, RunError
 from raypod.events import CallReport, ClockReading, EvaluationReport, HeartbeatReport, InstanceLost, InstanceStarted
 from raypod.plan.elastic import Room
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.training.checkpoint.transfer import Server
 
 Labels = Tuple[Tuple[str, str], ...]
@@ -85,14 +85,14 @@ class Fleet(Protocol):
     def call(self, method: str, *arguments: Any) -> List[Any]:
         """Call a method of every instance in parallel; return the results in instance order."""
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        """Run a leg in every instance; yield the reports of all instances as they arrive.
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        """Run a segment in every instance; yield the reports of all instances as they arrive.
 
         Once `stop_requested()` returns true, all instances stop after the same call, as early as possible.
         """
 
     def abandon_loading(self) -> None:
-        """Do not wait for the data of a call that no instance has begun, in a leg that is requested to stop.
+        """Do not wait for the data of a call that no instance has begun, in a segment that is requested to stop.
 
         It is for the end of the run. Called in a signal handler of the main thread, which may be within `run`.
         """
@@ -153,7 +153,7 @@ class Fleet(Protocol):
     def clocks(self) -> Dict[int, ClockReading]:
         """Return how the clock of each instance's host differs from this one's, of those that reply within a second.
 
-        Callable during a leg, in the thread that runs it.
+        Callable during a segment, in the thread that runs it.
         """
 
     def serve(self, kind: Callable[..., Any], *arguments: Any) -> Server:

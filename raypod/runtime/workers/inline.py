@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List,
 from raypod.errors import InstanceFailed, RaypodError, RunError, summarize_exception
 from raypod.events import CallReport, ClockReading, EvaluationReport, InstanceStarted
 from raypod.plan import user_code
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.runtime.worker import collectives
 from raypod.runtime.worker.environment import instance_environment
 from raypod.runtime.workers.base import Beat, Family, Labels
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _LoadingAbandoned(BaseException):
-    """Ends a leg that waits for data: not an Exception, which a user's data set may handle."""
+    """Ends a segment that waits for data: not an Exception, which a user's data set may handle."""
 
 
 class InlineFleet:
@@ -72,11 +72,11 @@ class InlineFleet:
         with self._failures(), self._instance.heartbeat.set_activity(method):
             return [getattr(self._instance, method)(*arguments)]
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
         """See `Fleet.run`."""
         assert self._instance is not None
         with self._failures(), contextlib.suppress(_LoadingAbandoned):
-            for report in self._instance.run(leg):
+            for report in self._instance.run(segment):
                 yield report
                 if stop_requested():
                     return

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequ
 
 from raypod.events import CallReport, ClockReading, EvaluationReport, HeartbeatReport, InstanceStarted
 from raypod.plan.elastic import Room
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.runtime.worker.control import IDLE
 from raypod.runtime.worker.process import InstanceProcess
 from raypod.runtime.workers.base import Beat, Family, FleetBroken, Labels, failure_of
@@ -49,11 +49,11 @@ class RayFleet:
         self._plan, self._bounds, self._log = plan, plan.config.run, log
         self._full = plan  # that of `resize` can be a smaller one
         self._start_bound = (self._bounds.start_timeout_s, "run.start_timeout_s")
-        # An instance that responds handles a request during a leg at once. One that does not is silent before this.
-        self._leg_bound = (self._bounds.silent_after_s + self._bounds.stop_timeout_s, "run.stop_timeout_s")
-        way_out = functools.partial(way_to_continue, plan.run_dir)
+        # An instance that responds handles a request during a segment at once. One that does not is silent before this.
+        self._segment_bound = (self._bounds.silent_after_s + self._bounds.stop_timeout_s, "run.stop_timeout_s")
+        hint = functools.partial(way_to_continue, plan.run_dir)
         session = (plan.placement, plan.config.pod.cluster, "torch", self._start_bound)
-        self._session = RaySession(*session, way_out, "--fleet inline --num-instances 1, which needs no Ray")
+        self._session = RaySession(*session, hint, "--fleet inline --num-instances 1, which needs no Ray")
         self._ray: Any = None
         self._killer: Optional[ProcessKiller] = None
         self._reservation: Optional[Reservation] = None
@@ -71,7 +71,7 @@ class RayFleet:
         self._draining_s = 0.0
         self._abandons_loading = False
         self.must_leave: Callable[[], bool] = lambda: False
-        self._is_idle = False  # all instances respond, and none runs a leg
+        self._is_idle = False  # all instances respond, and none runs a segment
         self._timer = StepTimer()
         self.start_seconds = self._timer.steps
 
@@ -98,11 +98,12 @@ class RayFleet:
         bound = (self._bounds.report_timeout_s, "run.report_timeout_s")
         return self._all(f"{method} of all instances", bound, "call", method, *arguments)
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
         """See `Fleet.run`."""
         assert self._watch is not None, "start comes first"
         streams = {
-            actor.run.options(num_returns="streaming").remote(leg): index for index, actor in enumerate(self._actors)
+            actor.run.options(num_returns="streaming").remote(segment): index
+            for index, actor in enumerate(self._actors)
         }
         self._is_idle = False
         self._watch.add_streams(streams)
@@ -119,7 +120,7 @@ class RayFleet:
                 self._abandons_loading = False
                 self._request_now("end_loading")
         if pause is not None:
-            self._all("reopen of all instances", self._leg_bound, "call_now", "reopen")
+            self._all("reopen of all instances", self._segment_bound, "call_now", "reopen")
         self._is_idle = True
 
     def abandon_loading(self) -> None:
@@ -298,7 +299,7 @@ class RayFleet:
     def _start_actor(self, index: Optional[int], node: Dict[str, Any], options: Dict[str, Any]) -> Any:
         """Start the actor of an instance, or of a standby (None); `options` place it on the Ray node `node`."""
         assert self._killer is not None, "start comes first"
-        concurrency = {"max_concurrency": 8}  # so that heartbeats and `pause` are handled during a leg
+        concurrency = {"max_concurrency": 8}  # so that heartbeats and `pause` are handled during a segment
         actor_class = self._ray.remote(InstanceProcess)
         actor = actor_class.options(**options, **concurrency).remote(self._plan, index, str(Path.cwd()))
         self._killer.register(actor, node)
@@ -329,10 +330,10 @@ class RayFleet:
         return [results[index] for index in range(len(self._actors))]
 
     def _request_now(self, method: str, *arguments: Any) -> Requests:
-        """Request a call of all instances while a leg runs."""
+        """Request a call of all instances while a segment runs."""
         assert self._watch is not None, "start comes first"
         refs = {actor.call_now.remote(method, *arguments): index for index, actor in enumerate(self._actors)}
-        return self._watch.add_requests(refs, f"{method} of all instances", self._leg_bound)
+        return self._watch.add_requests(refs, f"{method} of all instances", self._segment_bound)
 
     def _end_actors(self) -> None:
         assert self._killer is not None, "start comes first"

@@ -68,7 +68,7 @@ class RaySession:
         cluster_file: Optional[str] = None,
         preload: str = "",
         start_bound: Tuple[float, str] = _START_BOUND,
-        way_out: Callable[[], str] = lambda: "start this command again",
+        hint: Callable[[], str] = lambda: "start this command again",
         without_ray: str = "",
     ) -> None:
         """Create a session that is not open.
@@ -77,12 +77,12 @@ class RaySession:
             preload: A module that the workers of a local session import while it starts, if Ray supports that.
             start_bound: The longest time to start a local session, and the setting of it. Joining a running cluster is
                 bounded by Ray's own timeouts, too.
-            way_out: returns, for the error message if Ray's head is lost: what to do once Ray runs again.
+            hint: returns, for the error message if Ray's head is lost: what to do once Ray runs again.
             without_ray: for the error message if no local session starts: how the same is done without Ray.
         """
         self._placement, self._cluster_file, self._preload = placement, cluster_file, preload
         self._start_bound = start_bound
-        self._way_out, self._without_ray = way_out, without_ray
+        self._hint, self._without_ray = hint, without_ray
         self._started_here = False
         self._processes: Optional[RayProcesses] = None  # of a local session
         self._head: Optional[HeadWatch] = None
@@ -113,14 +113,14 @@ class RaySession:
 
     def _watch_head(self, address: str, is_local: bool) -> HeadWatch:
         if is_local:
-            return HeadWatch(address, "the local Ray session", self._way_out)
+            return HeadWatch(address, "the local Ray session", self._hint)
         host = address.rpartition(":")[0]
         name = next((each.name for each in self._placement.cluster.hosts if each.address == host), host)
 
-        def way_out() -> str:
-            return f"start the cluster again with {self._start_command}, then {self._way_out()}"
+        def hint() -> str:
+            return f"start the cluster again with {self._start_command}, then {self._hint()}"
 
-        return HeadWatch(address, f"host {name}, the head of the Ray cluster,", way_out)
+        return HeadWatch(address, f"host {name}, the head of the Ray cluster,", hint)
 
     def _join(self, address: str) -> Any:
         self._started_here = True
@@ -345,9 +345,9 @@ def _silence_worker_deaths(ray: Any) -> None:
 class HeadWatch:
     """Sends a request to the GCS every second; `raypod.system.abort` ends this process if it is considered lost."""
 
-    def __init__(self, address: str, name: str, way_out: Callable[[], str]) -> None:
-        """`address` is HOST:PORT of the GCS; `name` (of what is lost) and `way_out()` are for the error message."""
-        self._address, self._name, self._way_out = address, name, way_out
+    def __init__(self, address: str, name: str, hint: Callable[[], str]) -> None:
+        """`address` is HOST:PORT of the GCS; `name` (of what is lost) and `hint()` are for the error message."""
+        self._address, self._name, self._hint = address, name, hint
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="head watch", daemon=True)
         self._thread.start()
@@ -373,6 +373,6 @@ class HeadWatch:
                 abort(
                     RunError(
                         f"{self._name} is lost: its GCS at {self._address} does not respond ({answer.detail}), and "
-                        f"Ray cannot continue without it; {self._way_out()}"
+                        f"Ray cannot continue without it; {self._hint()}"
                     )
                 )

@@ -1,7 +1,7 @@
 """Wait for the results of instances under Ray, monitor their heartbeats, and find the cause if one fails.
 
-A watch owns all outstanding work of its instances: the streams of a leg, and the requests that are made meanwhile. A
-wait ends when nothing is outstanding, or raises FleetBroken (the lost instances in `losses`) or the error of an
+A watch owns all outstanding work of its instances: the streams of a segment, and the requests that are made meanwhile.
+A wait ends when nothing is outstanding, or raises FleetBroken (the lost instances in `losses`) or the error of an
 instance, after everything that the instances have sent is yielded. `RayFleet.repair` replaces lost instances.
 """
 
@@ -246,7 +246,7 @@ class Watch:
     def _end(self, errors: Dict[int, Exception], suspects: List[Suspect]) -> Iterator[Tuple[int, Any]]:
         """Yield what still arrives while the survivors end their calls, and raise the cause.
 
-        No request outlives this: in a repaired fleet it would pause or abort the wrong leg.
+        No request outlives this: in a repaired fleet it would pause or abort the wrong segment.
         """
         have_lost_connections = self._all_wait_for_each_other(suspects)
         losses = [] if have_lost_connections else [self._lose(each) for each in suspects]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from raypod.events import CallReport, ClockReading, EvaluationReport, InstanceStarted, SaveReport
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.runtime.worker.seeding import Endpoint
 from raypod.runtime.workers.base import Beat, Family, Labels
 from raypod.training.checkpoint.transfer import Server
@@ -48,9 +48,9 @@ class ScriptedFleet:
         script = scripts.get(method)
         return [script(index) if script else None for index in self._instances]
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
         """See `Fleet.run`."""
-        for update in range(leg.first_update, leg.end, self._plan.geometry.device_iterations):
+        for update in range(segment.first_update, segment.end, self._plan.geometry.device_iterations):
             if stop_requested():
                 return
             yield from self.reports(update)

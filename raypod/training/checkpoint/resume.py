@@ -155,9 +155,9 @@ def restart_point(
     checkpoints = storage.checkpoints_folder(run_dir)
     valid, damaged = newest_valid(checkpoints, verify)
     if valid is None and damaged:
-        way_out = f"continue when one of them can be read; to start again from update 0, remove {checkpoints}"
+        hint = f"continue when one of them can be read; to start again from update 0, remove {checkpoints}"
         raise CheckpointDamaged(
-            str(checkpoints), f"it has no checkpoint that can be read: {'; '.join(damaged)}; {way_out}"
+            str(checkpoints), f"it has no checkpoint that can be read: {'; '.join(damaged)}; {hint}"
         )
     return valid or resumed, damaged
 
@@ -198,8 +198,8 @@ def check_data(plan: Plan, checkpoint: Checkpoint, data_fingerprint: str) -> Non
     settings = {FINGERPRINT: data_fingerprint}
     difference = first_difference(checkpoint.manifest, settings, allowed_differences(plan))
     if difference is not None and recorded.partition(CONTENTS)[0] == listed:
-        way_out = f"--resume-anyway {FINGERPRINT} resumes with the present ones"
-        difference = f"its data files have been changed under their names (data_fingerprint); {way_out}"
+        hint = f"--resume-anyway {FINGERPRINT} resumes with the present ones"
+        difference = f"its data files have been changed under their names (data_fingerprint); {hint}"
     if difference is not None:
         raise ConfigError(f"--resume {checkpoint.path}: {difference}")
 

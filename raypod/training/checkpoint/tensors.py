@@ -178,9 +178,9 @@ def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
 def load_weights(
     network: nn.Module,
     saved: Mapping[str, torch.Tensor],
-    way_out: str = "resume with the same model, or start without --resume",
+    hint: str = "resume with the same model, or start without --resume",
 ) -> None:
-    """Load saved weights into a network; `way_out` is the end of the error message.
+    """Load saved weights into a network; `hint` is the end of the error message.
 
     Raises:
         ConfigError: names or shapes differ; the message names the first tensor that does.
@@ -188,7 +188,7 @@ def load_weights(
     for name, (ours, theirs) in different_shapes(network.state_dict(), saved).items():
         raise ConfigError(
             f"the model is not the one that was saved: {name} is {ours} in the model and {theirs} in the "
-            f"checkpoint; {way_out}"
+            f"checkpoint; {hint}"
         )
     network.load_state_dict(saved)
 

@@ -15,7 +15,7 @@ from typing import Any, Callable, ContextManager, Generator, Iterable, Iterator,
 import numpy as np
 
 from raypod.plan.placement import InstanceSpec
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.system import spans
 from raypod.training.data.loaders import CallLoader, GatherLoader, SampleLoader
 from raypod.training.data.loading import (
@@ -87,13 +87,13 @@ class Feed:
             SampleLoader(source.test, seed, workers, finish, functools.partial(check, "test")),
         )
 
-    def calls(self, leg: Leg) -> Iterator[Batch]:
-        """Yield the batch of each call of a leg; every tensor is [combined_batch_size, ...].
+    def calls(self, segment: Segment) -> Iterator[Batch]:
+        """Yield the batch of each call of a segment; every tensor is [combined_batch_size, ...].
 
-        Background loading continues beyond the end of the leg, so that the next leg starts without a wait.
+        Background loading continues beyond the end of the segment, so that the next segment starts without a wait.
         """
         iterations = self._plan.geometry.device_iterations
-        for update in range(leg.first_update, leg.first_update + leg.num_updates, iterations):
+        for update in range(segment.first_update, segment.first_update + segment.num_updates, iterations):
             if self._is_interrupted:
                 return
             try:
@@ -122,10 +122,10 @@ class Feed:
                 retry.wait(error)
 
     def timed_calls(
-        self, leg: Leg, waiting: Callable[[], ContextManager[Any]]
+        self, segment: Segment, waiting: Callable[[], ContextManager[Any]]
     ) -> Generator[Tuple[Batch, float], None, None]:
         """Yield the batches of `calls`, each with the seconds spent waiting for it, within the context `waiting()`."""
-        return timed(self.calls(leg), waiting)
+        return timed(self.calls(segment), waiting)
 
     def samples_digest(self) -> str:
         """Return the digest of the sample indices of the call that `calls` yielded last, as loaded."""

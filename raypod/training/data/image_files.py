@@ -179,7 +179,7 @@ class ImageFiles:
             return self.transform.decode(self.files.read(index)), int(self._labels[index])
         except Exception as error:  # decoders raise many exception types for damaged files
             raise OSError(
-                f"cannot read the image {self.files.name(index)}: {error}; {_way_out(error, f'{self._split}{index}')}"
+                f"cannot read the image {self.files.name(index)}: {error}; {_hint(error, f'{self._split}{index}')}"
             ) from error
 
 
@@ -233,7 +233,7 @@ def _measured(measure: Callable[[int], int], indices: Sequence[int]) -> List[int
     return values
 
 
-def _way_out(error: Exception, sample: str) -> str:
+def _hint(error: Exception, sample: str) -> str:
     """Return what to do about an image that cannot be read: true with a checkpoint and without one."""
     more = "accept more with --max-image-pixels, or " if isinstance(error, TooManyPixels) else ""
     return (

@@ -44,7 +44,7 @@ class NormMeter:
         return bool(self._names)
 
     def begin(self, read_back: Callable[[], None]) -> None:
-        """Note the weights before the first call of a leg, which `read_back` copies to the host."""
+        """Note the weights before the first call of a segment, which `read_back` copies to the host."""
         if self._names:
             read_back()
         self._note_weights()

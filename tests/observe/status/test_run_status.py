@@ -12,7 +12,7 @@ import pytest
 from raypod import events
 from raypod.events import CallReport, HeartbeatReport, HostUsage, InstanceLost, InstanceStarted, PhaseBegun
 from raypod.observe.status.run_status import RunStatus, user_name
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.base import Beat, FleetBroken
@@ -27,8 +27,8 @@ class LosesOne(ScriptedFleet):
 
     was_repaired = False
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        for report in super().run(leg, stop_requested):
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        for report in super().run(segment, stop_requested):
             if report.first_update == 1 and not self.was_repaired:
                 loss = InstanceLost(1, "h1", "died", "its process died", "in call 2", "a stack", "instance-1.log")
                 raise FleetBroken((loss,), "")

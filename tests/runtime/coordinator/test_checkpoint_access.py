@@ -20,7 +20,7 @@ from raypod.events import (
     RunEnded,
     UpdateDone,
 )
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.base import FleetBroken
@@ -69,9 +69,9 @@ class MovesToOtherDisk(OtherDisk):
         """See `InlineFleet.call`."""
         return super().call(method, *arguments) if self._there is None else InlineFleet.call(self, method, *arguments)
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
         """See `InlineFleet.run`."""
-        for report in super().run(leg, stop_requested):
+        for report in super().run(segment, stop_requested):
             yield report
             if self._there is not None and report.first_update + 1 == self.lost_after:
                 raise FleetBroken((InstanceLost(0, "head", "died", "its process died", "", "", "0.log"),), "")

@@ -13,7 +13,7 @@ import pytest
 from raypod.api.training import LogReporter, Training
 from raypod.errors import ConfigError
 from raypod.events import CallReport, EvaluationDone, InstanceWarned, RunEnded, UpdateDone
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.runs.run_view import RunView
 from raypod.runtime.coordinator import checkpoint_schedule
 from raypod.runtime.workers.scripted import ScriptedFleet
@@ -113,18 +113,18 @@ def test_the_user_is_warned(make: Make, caplog: pytest.LogCaptureFixture) -> Non
 
 
 class LoadsSlowly(ScriptedFleet):
-    """Polls for a stop several times before the first call of a leg, which takes longer than the interval."""
+    """Polls for a stop several times before the first call of a segment, which takes longer than the interval."""
 
-    now_s, legs = 100.0, 0
+    now_s, segments = 100.0, 0
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        self.legs += 1
-        assert self.legs < 50, "the run makes no progress"
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        self.segments += 1
+        assert self.segments < 50, "the run makes no progress"
         for _ in range(3):
             self.now_s += 30
             if stop_requested():
                 return
-        for report in super().run(leg, stop_requested):
+        for report in super().run(segment, stop_requested):
             yield report
             self.now_s += 10
 

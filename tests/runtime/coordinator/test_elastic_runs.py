@@ -38,7 +38,7 @@ from raypod.events import (
 )
 from raypod.plan.cluster import Cluster, Host
 from raypod.plan.elastic import Room
-from raypod.plan.plan import Leg, Plan, make_plan
+from raypod.plan.plan import Plan, Segment, make_plan
 from raypod.plan.resolve import from_values
 from raypod.runs import run_folder, verify_data
 from raypod.runs.metrics import MetricsAggregator
@@ -104,8 +104,8 @@ class Pod(ScriptedFleet):
         found = writer.write_checkpoint(folder, manifest, writer.State(WEIGHTS, {}), Retention(3))
         return SaveReport(manifest.update, str(found.path), found.manifest.weights_sha256, None)
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        for report in super().run(leg, stop_requested):
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        for report in super().run(segment, stop_requested):
             if report.first_update in self.returns_at:
                 self.there.append(self.returns_at.pop(report.first_update))
             if report.first_update in self.fails_at:
@@ -280,9 +280,9 @@ def test_devices_that_have_failed_are_reset_on_the_hosts_that_are_left(
     class Failed(Pod):
         """The devices of the hosts b and c fail as d is lost."""
 
-        def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
             try:
-                yield from super().run(leg, stop_requested)
+                yield from super().run(segment, stop_requested)
             except FleetBroken as error:
                 failed = [lost(each, "device", host=HOSTS[each]) for each in (1, 2)]
                 if action == "PARTITION_RESET":
@@ -442,8 +442,8 @@ def test_a_host_that_is_drained_is_left(tmp_path: Path) -> None:
         def draining(self) -> List[str]:
             return ["b"] if "b" in self.hosts() and self.drains else []
 
-        def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-            for report in super().run(leg, stop_requested):
+        def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+            for report in super().run(segment, stop_requested):
                 yield report
                 self.drains = self.drains or (report.first_update, report.instance) == (14, 3)
 

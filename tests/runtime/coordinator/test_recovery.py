@@ -23,7 +23,7 @@ from raypod.events import (
     SaveReport,
     UpdateDone,
 )
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.coordinator.recovery import REFILL_S, FailurePolicy, newest, receivers
@@ -430,8 +430,8 @@ class Drained(ScriptedFleet):
         assert instances == (1,)
         return self.room
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        for report in super().run(leg, lambda: False):
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        for report in super().run(segment, lambda: False):
             yield report
             if report.instance == 1 and stop_requested():
                 return

@@ -10,7 +10,7 @@ import torch
 
 from raypod.errors import InstanceFailed
 from raypod.events import CallReport, EpochDone, Event, Repaired, RunEnded, UpdateDone
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.inline import InlineServer
@@ -77,8 +77,8 @@ class Keeps(Breaks):
         results = super().call(method, *arguments)
         return [self.checkpoint or "0" * 64 for _ in results] if method == "seed_weights" else results
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        for report in super().run(leg, stop_requested):
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        for report in super().run(segment, stop_requested):
             yield report
             self.end_call(report)
 

@@ -11,7 +11,7 @@ import pytest
 
 from raypod.errors import CollectiveBroken, InstanceFailed
 from raypod.events import CallReport, EvaluationDone, Event, Repaired, RunEnded, UpdateDone
-from raypod.plan.plan import Leg, Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.worker.control import ATTACHING
@@ -28,8 +28,8 @@ BREAKS_AFTER = 9
 class DisconnectingFleet(InlineFleet):
     """An instance whose connections break once, after `BREAKS_AFTER` updates."""
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        for report in super().run(leg, stop_requested):
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        for report in super().run(segment, stop_requested):
             yield report
             if self._is_connected and report.first_update + 1 == BREAKS_AFTER:
                 self._is_connected = False
@@ -178,8 +178,8 @@ class Failing(DisconnectingFleet):
 
     _is_connected = False
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        for report in super().run(leg, stop_requested):
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        for report in super().run(segment, stop_requested):
             yield report
             if report.first_update + 1 == BREAKS_AFTER:
                 self._instance._training.__class__ = _Fails  # type: ignore[union-attr]

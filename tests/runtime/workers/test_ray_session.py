@@ -76,8 +76,8 @@ class FakeRay:
         self._monkeypatch.setitem(sys.modules, "ray", self)  # type: ignore[arg-type]
         return self
 
-    def _watch(self, address: str, name: str, way_out: Callable[[], str]) -> Any:
-        return SimpleNamespace(close=lambda: self.done.append(f"watch of {(address, name, way_out())}"))
+    def _watch(self, address: str, name: str, hint: Callable[[], str]) -> Any:
+        return SimpleNamespace(close=lambda: self.done.append(f"watch of {(address, name, hint())}"))
 
     def init(self, **options: Any) -> None:
         self.options = options
@@ -101,7 +101,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 @pytest.fixture
 def unopened() -> RaySession:
-    return RaySession(place(LOCAL, Sizes(1, 1, 1)), preload="torch", way_out=lambda: "go on")
+    return RaySession(place(LOCAL, Sizes(1, 1, 1)), preload="torch", hint=lambda: "go on")
 
 
 def fails(what: str = NOTHING) -> None:
@@ -260,7 +260,7 @@ def test_a_session_can_be_closed_after_an_interrupted_import_of_ray(
 
 def test_the_host_of_a_cluster_is_joined_with_its_admission(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, modes = Cluster("pod", (Host("first", "10.0.0.1"), Host("b", "10.0.0.2"))), []
-    session = RaySession(place(cluster, Sizes(2, 2, 1)), "pod.yaml", way_out=lambda: "go on")
+    session = RaySession(place(cluster, Sizes(2, 2, 1)), "pod.yaml", hint=lambda: "go on")
     with pytest.raises(ClusterError, match=r"no Ray cluster is running for pod; start it with `raypod up pod\.yaml`"):
         session.open()
     monkeypatch.setattr(ray_session, "running_cluster", lambda address: "10.0.0.1:7")
@@ -269,8 +269,8 @@ def test_the_host_of_a_cluster_is_joined_with_its_admission(ray: FakeRay, monkey
     session.open()
     session.close()
     assert (modes, ray.options["address"]) == (["token"], "10.0.0.1:7")
-    way_out = "start the cluster again with `raypod up pod.yaml`, then go on"
-    assert ray.done == [f"watch of {('10.0.0.1:7', 'host first, the head of the Ray cluster,', way_out)}", "shutdown"]
+    hint = "start the cluster again with `raypod up pod.yaml`, then go on"
+    assert ray.done == [f"watch of {('10.0.0.1:7', 'host first, the head of the Ray cluster,', hint)}", "shutdown"]
 
     def refuse() -> None:
         raise RuntimeError("the versions\ndiffer")

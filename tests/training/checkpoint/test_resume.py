@@ -445,7 +445,7 @@ def test_a_second_signal_ends_the_run_at_once(make: Make) -> None:
     assert seen == [1]
 
 
-# ---- legs and intervals ----------------------------------------------------------------------------------------------
+# ---- segments and intervals ------------------------------------------------------------------------------------------
 
 
 @given(
@@ -456,7 +456,7 @@ def test_a_second_signal_ends_the_run_at_once(make: Make) -> None:
     iterations=st.integers(1, 4),
 )
 @settings(max_examples=100, deadline=None)
-def test_legs_from_any_update_cover_the_rest_of_the_run_once(
+def test_segments_from_any_update_cover_the_rest_of_the_run_once(
     per_epoch: int, epochs: int, every: str, start: int, iterations: int
 ) -> None:
     count, _, unit = every.partition(" ")
@@ -465,17 +465,17 @@ def test_legs_from_any_update_cover_the_rest_of_the_run_once(
     values = {"training": training, "pod": {"replicas": 1, "num_instances": 1}, "run": {"checkpoint_every": every}}
     plan = make_plan(from_values(values), LOCAL, TaskFacts(DatasetSize(per_epoch * iterations, 0)), "run")
     update = min(start * iterations, plan.total_updates)
-    for leg in plan.legs(update):
-        assert leg.first_update == update
-        assert leg.num_updates > 0
-        assert leg.num_updates % iterations == 0
-        assert leg.epoch == update // plan.updates_per_epoch
-        assert (leg.end - 1) // plan.updates_per_epoch == leg.epoch
-        assert leg.ends_epoch == (leg.end % plan.updates_per_epoch == 0)
+    for segment in plan.segments(update):
+        assert segment.first_update == update
+        assert segment.num_updates > 0
+        assert segment.num_updates % iterations == 0
+        assert segment.epoch == update // plan.updates_per_epoch
+        assert (segment.end - 1) // plan.updates_per_epoch == segment.epoch
+        assert segment.ends_epoch == (segment.end % plan.updates_per_epoch == 0)
         if plan.save_every_updates:
             due = update // plan.save_every_updates * plan.save_every_updates + plan.save_every_updates
-            assert leg.end <= due
-        update = leg.end
+            assert segment.end <= due
+        update = segment.end
     assert update == plan.total_updates
 
 

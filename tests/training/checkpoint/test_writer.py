@@ -190,9 +190,9 @@ def test_a_slow_disk_does_not_stop_the_training(make: Make, monkeypatch: pytest.
     assert set(waited) == {True}
 
 
-@pytest.mark.parametrize(("is_first", "way_out"), [(True, "there is no earlier checkpoint"), (False, ".*/update-0")])
+@pytest.mark.parametrize(("is_first", "hint"), [(True, "there is no earlier checkpoint"), (False, ".*/update-0")])
 def test_a_disk_that_stays_full_ends_the_run_and_keeps_older_checkpoints(
-    make: Make, monkeypatch: pytest.MonkeyPatch, is_first: bool, way_out: str
+    make: Make, monkeypatch: pytest.MonkeyPatch, is_first: bool, hint: str
 ) -> None:
     disk = FullDisk(monkeypatch)
     plan = plan_of(make, 120, every=8)
@@ -201,7 +201,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_keeps_older_checkpoints(
         if isinstance(event, UpdateDone if is_first else CheckpointSaved):
             disk.free_bytes = 0
 
-    with pytest.raises(CheckpointNotSaved, match=f"{os.strerror(errno.ENOSPC)}.*{way_out}"):
+    with pytest.raises(CheckpointNotSaved, match=f"{os.strerror(errno.ENOSPC)}.*{hint}"):
         run(plan, react)
     valid = resume.newest_valid(Path(plan.run_dir) / "checkpoints")[0]
     assert valid is None if is_first else valid is not None and 8 <= valid.update < 120

@@ -209,7 +209,7 @@ def test_a_call_whose_samples_all_have_another_shape_names_them(
     make: Callable[..., Plan], odd: Any, difference: str, is_test: bool
 ) -> None:
     plan = make(training={"batch_size": 1}, pod={"replicas": 1, "num_instances": 1})
-    leg, samples = plan.next_leg(0), [{"tokens": torch.ones(5), "label": torch.tensor(0)}] * 1437
+    segment, samples = plan.next_segment(0), [{"tokens": torch.ones(5), "label": torch.tensor(0)}] * 1437
     order = epoch_order(plan.config.training.seed, 0, len(samples))
     found = 9 if is_test else int(order[2])
     samples[found] = odd
@@ -217,4 +217,4 @@ def test_a_call_whose_samples_all_have_another_shape_names_them(
     split, first = ("test", 0) if is_test else ("training", int(order[0]))
     message = rf"^{split} samples {first} and {found} have different shapes or types: {difference}; .*pad_collate"
     with contextlib.closing(feed), pytest.raises(ConfigError, match=message):
-        list(feed.evaluation_calls() if is_test else feed.calls(leg))
+        list(feed.evaluation_calls() if is_test else feed.calls(segment))

@@ -127,12 +127,12 @@ def feeds(plan: Plan) -> List[Feed]:
     return [Feed(plan, spec, source) for spec in plan.placement.instances]
 
 
-def calls(plan: Plan, leg: int = 0) -> List[List[Any]]:
-    """Return the calls of a leg of each instance."""
+def calls(plan: Plan, segment: int = 0) -> List[List[Any]]:
+    """Return the calls of a segment of each instance."""
     found = []
     for feed in feeds(plan):
         try:
-            found.append(list(feed.calls(plan.legs()[leg])))
+            found.append(list(feed.calls(plan.segments()[segment])))
         finally:
             feed.close()
     return found
@@ -149,10 +149,10 @@ def test_a_call_has_the_combined_batch_and_normalized_images(make: Any) -> None:
     assert (float(images.mean()), float(images.std())) == pytest.approx((0, 1), abs=0.05)
 
 
-def test_a_leg_feeds_the_samples_of_its_epochs_order(make: Any) -> None:
+def test_a_segment_feeds_the_samples_of_its_epochs_order(make: Any) -> None:
     plan = make(data={"augment": False})
     splits, order = datasets.load(plan.config), epoch_order(42, 1, 1437)
-    fed = calls(plan, leg=1)
+    fed = calls(plan, segment=1)
     first_update = torch.cat([fed[0][0][1], fed[1][0][1]])
     assert first_update.tolist() == splits.train.labels[order[:32]].tolist()
 
@@ -187,7 +187,7 @@ def test_no_thread_loads_for_an_sdk_that_holds_the_interpreter_lock(
     monkeypatch.setattr(source, "gather", lambda *call: (*gather(*call), torch.tensor([os.getpid()])))
     feed = Feed(plan, plan.placement.instances[0], source, in_processes=True)
     threads = {thread.name for thread in threading.enumerate()}
-    for batch, same in zip(feed.calls(plan.legs()[0]), expected):
+    for batch, same in zip(feed.calls(plan.segments()[0]), expected):
         assert all(torch.equal(each, other) for each, other in zip(batch, same))
         makers.append(int(batch[-1]))
     for batch, _ in feed.evaluation_calls():
@@ -201,7 +201,7 @@ def check_during_a_compilation(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> N
     """The batches are made, although torch's factory functions raise an Error in the threads of the feed."""
     monkeypatch.setenv("EMULATED_POD_STRICT", "1")
     (expected,), (feed,) = calls(plan), feeds(plan)
-    batches = feed.calls(plan.legs()[0])
+    batches = feed.calls(plan.segments()[0])
     fed = [next(batches)]
     with compile_context.replaced(), ThreadPoolExecutor(1) as pool:
         fed += pool.submit(list, batches).result()
@@ -226,7 +226,7 @@ def test_random_numbers_differ_between_epochs_and_are_not_those_of_torch(make: A
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    values = [torch.cat([images for images, _ in calls(plan, leg)[0]]).flatten() for leg in (0, 1)]
+    values = [torch.cat([images for images, _ in calls(plan, segment)[0]]).flatten() for segment in (0, 1)]
     assert torch.equal(torch.rand(3), expected)
     assert not torch.equal(values[0].sort().values, values[1].sort().values)
 
@@ -324,7 +324,7 @@ def test_closing_does_not_wait(make: Any, own: str, section: Any, tmp_path: Path
     data = {"dataset": "feed_own:make_blocks", "data_dir": str(tmp_path), **section}
     plan = make(data=data, training=SMALL)
     feed = feeds(plan)[0]
-    next(feed.calls(plan.legs()[0]))
+    next(feed.calls(plan.segments()[0]))
     feed.close()
     assert not (tmp_path / "waited").exists()
     assert wait_until(lambda: "feed-ahead" not in {thread.name for thread in threading.enumerate()})
@@ -358,7 +358,7 @@ def test_samples_are_read_again_after_an_outage_of_their_disk(
     outage.begin(pauses=3)
     feed = Feed(plan, plan.placement.instances[0], source_of(plan), outage.pause)
     with pytest.warns(RuntimeWarning, match="samples cannot be read and are read again .*Stale file handle"):
-        found = list(feed.calls(plan.legs()[0]))
+        found = list(feed.calls(plan.segments()[0]))
     assert len(found) == len(expected)
     assert all(torch.equal(*pair) for ours, theirs in zip(found, expected) for pair in zip(ours, theirs))
     outage.begin(pauses=1)
@@ -375,13 +375,13 @@ def test_an_outage_that_lasts_is_an_error_that_is_no_fault_of_the_instance(make:
     (feed,) = feeds(plan)
     cause = r"for 0 s \(run.read_retry_s\): OSError: cannot read image 7: .*Stale file handle"
     with pytest.raises(DataUnreadable, match=f"instance 0 on host .* cannot read samples {cause}"):
-        list(feed.calls(plan.legs()[0]))
+        list(feed.calls(plan.segments()[0]))
 
 
 def test_an_interrupted_feed_yields_no_further_call(make: Any, own: str) -> None:
     plan = make(data={"dataset": own}, training=SMALL)
     feed = feeds(plan)[0]
-    fed = feed.calls(plan.legs()[0])
+    fed = feed.calls(plan.segments()[0])
     next(fed)
     feed.interrupt()  # during a call: nothing waits for data now
     assert list(fed) == []
@@ -422,9 +422,9 @@ def test_with_eight_bit_io_the_device_enlarges(make: Any, size: int, eight_bit_i
 
 
 @pytest.mark.parametrize("section", [{}, {"async_dataloader": True, "num_workers": 3}])
-def test_the_next_leg_is_loaded_in_advance(make: Any, section: Any) -> None:
-    first, second = make(pod=ONE).legs()[:2]
-    expected = calls(make(pod=ONE), leg=1)[0]
+def test_the_next_segment_is_loaded_in_advance(make: Any, section: Any) -> None:
+    first, second = make(pod=ONE).segments()[:2]
+    expected = calls(make(pod=ONE), segment=1)[0]
     (feed,) = feeds(make(data=section, pod=ONE))
     assert len(list(feed.calls(first))) == 44
     taken = list(feed.calls(second))

@@ -72,14 +72,14 @@ CHANGES = [{"policy": "rand-augment", "random_erasing": 0.5}, {"policy": "auto-a
 
 @pytest.mark.parametrize("data", [{}, {"eight_bit_io": True}, *CHANGES])
 def test_training_crops_are_a_function_of_seed_epoch_and_sample(folder: Path, make: Any, data: Any) -> None:
-    def fed(leg: int, instances: int) -> torch.Tensor:
+    def fed(segment: int, instances: int) -> torch.Tensor:
         own = config(folder, image_size=16, **data).data.model_dump()
         plan = make(data=own, training={"batch_size": 2, "epochs": 3}, pod={"replicas": 2, "num_instances": instances})
         source = ImageSource(plan.config, datasets.load(plan.config))
         calls = []
         for spec in plan.placement.instances:
             feed = Feed(plan, spec, source)
-            calls.append([images for images, _ in feed.calls(plan.legs()[leg])])
+            calls.append([images for images, _ in feed.calls(plan.segments()[segment])])
             feed.close()
         return torch.cat([torch.cat(call) for call in zip(*calls)])
 

@@ -36,7 +36,7 @@ def fed(plan: Plan) -> List[List[int]]:
     training, test = [], []
     for spec in plan.placement.instances:
         feed = Feed(plan, spec, source)
-        training.append(torch.stack([labels for _, labels in feed.calls(plan.legs()[0])]))
+        training.append(torch.stack([labels for _, labels in feed.calls(plan.segments()[0])]))
         test += [label for (_, labels), valid in feed.evaluation_calls() for label in labels[:valid].tolist()]
         feed.close()
     return [torch.cat(training, dim=1).flatten().tolist(), sorted(test)]

@@ -110,7 +110,7 @@ def batches_of(plan: Plan) -> List[List[torch.Tensor]]:
     source, updates = ImageSource(plan.config, datasets.load(plan.config)), []
     feeds = [Feed(plan, spec, source) for spec in plan.placement.instances]
     try:
-        for tensors in zip(*[feed.calls(plan.legs()[0]) for feed in feeds]):
+        for tensors in zip(*[feed.calls(plan.segments()[0]) for feed in feeds]):
             updates.append([torch.cat(each) for each in zip(*tensors)])
     finally:
         for feed in feeds:

@@ -112,7 +112,7 @@ def fed(plan: Any) -> List[torch.Tensor]:
     """Return everything that is fed in each update, of all instances in turn."""
     feeds = [Feed(plan, each, task_of_plan(plan).load()) for each in plan.placement.instances]
     try:
-        streams = [[batch for leg in plan.legs() for batch in feed.calls(leg)] for feed in feeds]
+        streams = [[batch for segment in plan.segments() for batch in feed.calls(segment)] for feed in feeds]
     finally:
         for feed in feeds:
             feed.close()

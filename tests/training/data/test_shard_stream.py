@@ -89,9 +89,9 @@ def feed_of(plan: Plan, instance: int = 0, pause: Callable[[float], object] = la
 def fed(plan: Plan, **options: Any) -> List[Any]:
     """Return the images of each update of the whole run, of all instances in turn."""
     feeds = [feed_of(plan, instance, **options) for instance in range(plan.geometry.num_instances)]
-    legs = plan.legs()
+    segments = plan.segments()
     try:
-        streams = [[batch[0] for leg in legs for batch in feed.calls(leg)] for feed in feeds]
+        streams = [[batch[0] for segment in segments for batch in feed.calls(segment)] for feed in feeds]
     finally:
         for feed in feeds:
             feed.close()
@@ -144,8 +144,8 @@ def test_the_cache_keeps_two_windows_and_a_shard_is_downloaded_once_per_epoch(ma
     cache = feed._source.train.files._downloads.cache
     limit, most = cache.limit_bytes, 0
     feed = feed_of(plan)
-    for leg in plan.legs():
-        for _ in feed.calls(leg):
+    for segment in plan.segments():
+        for _ in feed.calls(segment):
             held = sum(file.stat().st_size for file in cache.folder.iterdir() if len(file.name) == 32)
             most = max(most, held)
     feed.close()
@@ -166,8 +166,8 @@ def test_a_resumed_run_reads_the_same_samples_and_only_the_shards_that_they_need
         if file.is_file():
             file.unlink()
     storage.reads.clear()
-    feed, (leg,) = feed_of(plan), plan.legs()
-    rest = dataclasses.replace(leg, first_update=9, num_updates=leg.num_updates - 9)
+    feed, (segment,) = feed_of(plan), plan.segments()
+    rest = dataclasses.replace(segment, first_update=9, num_updates=segment.num_updates - 9)
     assert equal([images for images, _ in feed.calls(rest)], whole[9:])
     feed.close()
     order = epoch_order(plan.config.training.seed, 0, 12, plan.dataset_size.shards, 1)
@@ -239,7 +239,7 @@ def test_an_interrupted_feed_waits_for_no_shard_and_can_evaluate(make: Any, stor
             arrives.wait(60)
 
     storage.fault = block
-    assert list(feed.calls(plan.legs()[0])) == []
+    assert list(feed.calls(plan.segments()[0])) == []
     arrives.set()
     assert sum(valid for _, valid in feed.evaluation_calls()) == 2
     feed.close()
@@ -412,7 +412,7 @@ def test_the_process_downloads_and_ends(
     sizes: Any = {"training": {"batch_size": 2, "epochs": 1}, "pod": {"replicas": 2, "num_instances": 1}}
     plan = make(data=data, **sizes)
     feed = feed_of(plan)
-    images = [batch[0] for leg in plan.legs() for batch in feed.calls(leg)]
+    images = [batch[0] for segment in plan.segments() for batch in feed.calls(segment)]
     process = feed._source.train.files._downloads._process
     assert process.is_running()
     feed.close()

@@ -24,7 +24,7 @@ function timelineOf(run) {
   return [
     phaseBar(run),
     markList(run),
-    figure(`timeline:${run.id}`, "generations", "one row for each start and each repair; boundaries within a colour are legs; select a range below to zoom", 96 + Math.max(10, Math.min(40, 560 / rows)) * rows, timelineOption(run)),
+    figure(`timeline:${run.id}`, "generations", "one row for each start and each repair; boundaries within a colour are segments; select a range below to zoom", 96 + Math.max(10, Math.min(40, 560 / rows)) * rows, timelineOption(run)),
     eventTable(run),
   ];
 }

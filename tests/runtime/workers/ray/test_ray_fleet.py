@@ -120,7 +120,7 @@ def fail(folder): return Data(2000, "fail"), Data(8, ""), 2
 """
 
 
-def test_an_instance_that_fails_or_dies_during_a_leg_is_named_while_the_others_wait(
+def test_an_instance_that_fails_or_dies_during_a_segment_is_named_while_the_others_wait(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bad_data.py").write_text(DATA)

@@ -25,7 +25,7 @@ def feed_of(plan: Plan, pause: Any = None) -> Feed:
 
 def fed(feed: Feed, plan: Plan) -> List[torch.Tensor]:
     try:
-        return [batch[0] for leg in plan.legs() for batch in feed.calls(leg)]
+        return [batch[0] for segment in plan.segments() for batch in feed.calls(segment)]
     finally:
         feed.close()
 
