@@ -45,7 +45,7 @@ from raypod.plan.resolve import from_values
 from raypod.runs import run_state
 from raypod.runs.event_log import EventLog
 from raypod.runs.run_view import RunView
-from raypod.runtime.workers.base import Beat
+from raypod.runtime.workers.fleet import Beat
 from raypod.system.files import strict_json
 from raypod.training.tasks.registry import facts_of
 

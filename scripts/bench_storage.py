@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 from raypod.events import UpdateDone
-from raypod.runs.upload import memory
+from raypod.runs.upload import mirror_record
 from raypod.runs.upload.mirror import Mirror
 
 _RUN_S = 900.0  # bound of one run
@@ -105,7 +105,7 @@ def run(folder: Path, block: int, flags: List[str]) -> int:
 
     Mirror.__exit__ = resumed  # type: ignore[method-assign,assignment]
     code = train.main([*flags, "--run-dir", str(folder)])
-    found = memory.read(folder)
+    found = mirror_record.read(folder)
     content = {"result": blocks.result(), "checkpoints": found.checkpoints, "bytes": found.uploaded_bytes}
     folder.with_name("blocks.json").write_text(json.dumps(content))
     return code

@@ -21,7 +21,7 @@ from typing import Any, Callable, Counter, Dict, Iterator, List, Set, Tuple
 
 from raypod.events import CallReport, Event, Repaired, Resized, RunStarted, UpdateDone
 from raypod.plan.plan import Plan, Segment
-from raypod.runtime.workers.base import Fleet
+from raypod.runtime.workers.fleet import Fleet
 from raypod.training.checkpoint import storage
 
 # The longest delay of a fault after the beginning of its phase, in seconds. `writing` is the background write of a

@@ -20,7 +20,7 @@ from raypod.plan.profile_window import window_of
 from raypod.runs import run_folder
 from raypod.runs.lease_file import EXPIRES_AFTER_S
 from raypod.runs.sinks import check_packages
-from raypod.runs.upload import snapshots
+from raypod.runs.upload import local_copies
 from raypod.runtime.workers.choice import with_fleet
 from raypod.system import sdk
 from raypod.system.command_line import FlagParser, value_of, width_of
@@ -63,7 +63,7 @@ def parser(words: Sequence[str], prog: str, switches: Sequence[str], run: Run = 
         ConfigError: the task or the config cannot be read.
     """
     check_words(words)
-    snapshots.take_resumed(value_of(words, "--resume", "run.resume"))
+    local_copies.take_resumed(value_of(words, "--resume", "run.resume"))
     parser = FlagParser(run, prog=prog, add_help=False, description=_TRAIN if "--dry-run" in switches else _PLAN)
     groups = flags.add_flags(parser, schema_for(words))
     for switch in switches:
@@ -115,7 +115,7 @@ def plan_from(
     on_config(config)
     resume = config.run.resume
     if resume is not None and is_url(resume) and resolve.run_folder_of(resume) is None:  # that of a config file
-        snapshots.take_resumed(resume)
+        local_copies.take_resumed(resume)
     run_dir = run_folder.choose(config)
     check_copies(config, len(cluster.hosts))
     plan = with_fleet(make_plan(config, cluster, facts_of(config, is_dry), run_dir))

@@ -14,7 +14,7 @@ from raypod.plan import resolve
 from raypod.plan.config import Config, fields
 from raypod.plan.flags import ALIASES
 from raypod.plan.plan import Plan
-from raypod.runs.upload import snapshots
+from raypod.runs.upload import local_copies
 from raypod.system.command_line import nearest
 from raypod.system.emulated import activation
 from raypod.training.tasks import registry
@@ -40,7 +40,7 @@ def plan_of(
         given.update({} if cluster is None else {"pod.cluster": os.fspath(cluster)})
         base = _base_of(config)
         resume = flags.get("resume")
-        snapshots.take_resumed(None if resume is None else os.fspath(resume))
+        local_copies.take_resumed(None if resume is None else os.fspath(resume))
         values, _ = resolve.combine({} if resume is None else {"run.resume": os.fspath(resume)}, base)
         name = given.get("task.name") or resolve.task_of_values(values)
         schema = registry.schema_of(str(name))

@@ -52,8 +52,8 @@ from raypod.runtime.coordinator import coordinator
 from raypod.runtime.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.runtime.coordinator.kept_state import Elsewhere
 from raypod.runtime.coordinator.stop import Stop, deadline_of, early_stop
-from raypod.runtime.workers.base import Fleet
 from raypod.runtime.workers.choice import fleet_for
+from raypod.runtime.workers.fleet import Fleet
 from raypod.system.abort import on_abort
 from raypod.training.checkpoint import resume, weights_file
 

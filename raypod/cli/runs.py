@@ -50,9 +50,9 @@ def verify_data_parser() -> FlagParser:
 def _verify_data(args: Namespace) -> int:
     """Verify from the ledger that each epoch used every sample exactly once; return 1 if it did not."""
     if is_url(args.run):
-        from raypod.runs.upload import snapshots
+        from raypod.runs.upload import local_copies
 
-        folder = snapshots.local_folder(args.run, "verify-data")
+        folder = local_copies.local_folder(args.run, "verify-data")
     else:
         folder = _run_folder("verify-data", args.run)
     from raypod.runs import verify_data as verification  # imports NumPy

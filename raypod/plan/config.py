@@ -1,7 +1,7 @@
-"""The configuration of a run as immutable sections: every key with its default, bounds and help text.
+"""The configuration of a run as immutable sections: `training` and `data` here, the others in `*_section.py`.
 
-Defaults are defined here only. `resolve` derives the numbers of replicas and instances; the plan derives all other
-values.
+Defaults are defined only in these files. `resolve` derives the numbers of replicas and instances; the plan derives all
+other values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the flags of a configuration are grouped and described: `--help`, `--help GROUP` and `--help-all`."""
+"""The help group of each flag, and the placeholder of its value: `--help`, `--help GROUP` and `--help-all`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The calls of `poptorch.Options` that the section `ipu` makes, with the defaults of Graphcore's applications.
 
-They are plain data: the plan prints them, `model.sdk_options` makes them. Imports no SDK.
+They are plain data: the plan prints them, `training.models.sdk_options` makes them. Imports no SDK.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ TABLE = (
     RunFile(EVENTS, "runs/event_log", ("mark", "resume", "copy", "undo", "show")),
     RunFile(STATE, "runs/run_state", ("mark", "resume", "undo", "show")),
     RunFile(COPIES, "runtime/coordinator/copy_sender", ("copy",)),
-    RunFile(STORAGE, "runs/upload/memory", ("copy", "undo")),
+    RunFile(STORAGE, "runs/upload/mirror_record", ("copy", "undo")),
     RunFile(REPORT, "observe/report/command", ("mirror",)),
     RunFile(PROFILE, "runs/profile", ("mirror",)),
     RunFile(LAUNCH, "observe/status/launch_file", ("launch", "mirror")),
@@ -55,7 +55,7 @@ TABLE = (
     RunFile(CHECKPOINTS, "training/checkpoint/storage"),
     RunFile(LOGS, "runs/run_folder"),
     RunFile(TENSORBOARD, "runs/sinks"),
-    RunFile(TRACKERS, "observe/trackers/memory"),
+    RunFile(TRACKERS, "observe/trackers/tracker_record"),
 )
 MIRRORED_FOLDERS = (LOGS, TENSORBOARD)  # as a whole; checkpoints are mirrored one by one
 

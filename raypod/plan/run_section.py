@@ -1,4 +1,4 @@
-"""The section `run` of a configuration."""
+"""The section `run` of a configuration: its keys with defaults and help. `flag_help.py` has their help groups."""
 
 from __future__ import annotations
 

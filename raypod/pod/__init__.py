@@ -1,1 +1,1 @@
-"""The operator's commands: cluster up and down, doctor, and ssh access."""
+"""The operator's commands: `up`, `down`, `doctor` and `bundle`, and checkpoint copies collected from the hosts."""

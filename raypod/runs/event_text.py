@@ -1,4 +1,6 @@
-"""The text of each event of `events.jsonl`, for the logs, the monitor and the report: one table."""
+"""The text of each event of `events.jsonl`, for the logs, the monitor and the report: one table.
+
+`progress.py` has the lines of the console."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 from raypod import errors
 from raypod.errors import ConfigError, Preempted, RunError, as_utf8, summarize_exception
-from raypod.runtime.workers.base import FleetBroken
+from raypod.runtime.workers.fleet import FleetBroken
 from raypod.system.command_line import FlagParser, counted, format_table, nearest, report_errors, suggestion
 
 ROWS = [("host", "IPUs"), ("a", "0..15"), ("long-name", "16")]

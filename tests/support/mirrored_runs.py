@@ -14,8 +14,8 @@ import torch
 
 from raypod.plan import layout
 from raypod.plan.metric import Metric
-from raypod.runs.upload import index, memory, run_mirror
-from raypod.runs.upload.memory import Memory
+from raypod.runs.upload import index, mirror_record, run_mirror
+from raypod.runs.upload.mirror_record import MirrorRecord
 from raypod.runs.upload.remote_run import RemoteRun
 from raypod.system.remote import store as store_module
 from raypod.system.remote.store import Store
@@ -94,14 +94,14 @@ class Script:
 
 def mirror(
     run: Path, url: str, *steps: Callable[[], object], kept: Optional[Retention] = None, script: Optional[Script] = None
-) -> Memory:
+) -> MirrorRecord:
     """Mirror a run in this process until its script ends; return what the mirror remembers."""
     script = script or Script(*steps)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(run_mirror, "time", script)
         started = run_mirror.RunMirror(run, Store(f"{url}/{run.name}"), kept or Retention(3), f"writer of {run}")
         done = started.follow(script)
-    found = memory.read(run)
+    found = mirror_record.read(run)
     assert done == found.is_complete
     return found
 
@@ -185,7 +185,9 @@ def finish(process: subprocess.Popen[bytes], within_s: float = 90.0) -> int:
 
 def reached(run: Path, checkpoints: int) -> bool:
     """Wait until a number of checkpoints is uploaded and nothing is left to do."""
-    return wait_until(lambda: memory.read(run).checkpoints >= checkpoints and not memory.read(run).pending)
+    return wait_until(
+        lambda: mirror_record.read(run).checkpoints >= checkpoints and not mirror_record.read(run).pending
+    )
 
 
 def verified(url: str, run: str, target: Path) -> List[str]:

@@ -8,7 +8,7 @@ from raypod.events import CallReport, Event, InstanceLost, UpdateDone
 from raypod.plan.plan import Plan, Segment
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
-from raypod.runtime.workers.base import Fleet, FleetBroken
+from raypod.runtime.workers.fleet import Fleet, FleetBroken
 from raypod.runtime.workers.scripted import ScriptedFleet
 
 

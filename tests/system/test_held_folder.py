@@ -10,10 +10,10 @@ from typing import Any, Callable, Dict
 import pytest
 
 from raypod.observe.status.launch_file import LaunchFile
-from raypod.observe.trackers import memory as tracker_memory
+from raypod.observe.trackers import tracker_record
 from raypod.runs import run_state
 from raypod.runs.run_view import RunView
-from raypod.runs.upload import memory
+from raypod.runs.upload import mirror_record
 from raypod.system import files, session_process
 from raypod.system.log_times import LogTimes
 from tests.support.faulty_runs import plan_for
@@ -29,8 +29,10 @@ FAIL: Dict[str, Write] = {
     "remove_folder": lambda folder: files.remove_folder(folder / "old"),
     "rename_folder": lambda folder: files.rename_folder(folder / "old", folder / "new"),
     "the log of a mirror": lambda folder: session_process.start_module("os", [], folder / "storage.log"),
-    "storage.json": lambda folder: memory.write(folder, memory.Memory()),
-    "a tracker's memory": lambda folder: tracker_memory.write(folder / "trackers" / "x.json", tracker_memory.Memory()),
+    "storage.json": lambda folder: mirror_record.write(folder, mirror_record.MirrorRecord()),
+    "a tracker's memory": lambda folder: tracker_record.write(
+        folder / "trackers" / "x.json", tracker_record.TrackerRecord()
+    ),
 }
 
 

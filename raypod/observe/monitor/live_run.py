@@ -14,10 +14,10 @@ from typing import Any, Dict, Mapping, Optional
 
 import psutil
 
+from raypod.observe.monitor.from_status import run_of
 from raypod.observe.monitor.log_lines import LastLines
 from raypod.observe.monitor.model import Instance, Run
 from raypod.observe.monitor.run_files import RunFiles
-from raypod.observe.monitor.snapshots import run_of
 from raypod.observe.status.registry import Entry
 from raypod.observe.status.token_server import ADDRESS
 from raypod.system.files import parse_json

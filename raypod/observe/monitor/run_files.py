@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from raypod.events import UpdateDone
+from raypod.observe.monitor.from_status import event_lines
 from raypod.observe.monitor.model import Instance, Run
-from raypod.observe.monitor.snapshots import event_lines
 from raypod.plan.layout import EVENTS, LAUNCH, METRICS, PLAN, SUMMARY
 from raypod.runs import run_state
 from raypod.runs.growing_file import GrowingFile

@@ -63,7 +63,7 @@ from raypod.runs.growing_file import GrowingFile
 from raypod.runs.lease_file import Log
 from raypod.runs.lines import events_in
 from raypod.runs.run_end import RunEndWatch
-from raypod.runs.upload import snapshots
+from raypod.runs.upload import local_copies
 from raypod.system.files import parse_json
 
 _DIED = "died"  # no end on record, and the coordinator is gone
@@ -88,7 +88,7 @@ class RunReader:
         self._restart_events()
         self._contents: Dict[str, Tuple[Tuple[int, int], Any]] = {}  # by name of the file, with its identity
         self._state: Dict[str, Any] = {}
-        self._end = None if snapshots.is_copy(folder) else RunEndWatch(folder)  # a copy has no lease
+        self._end = None if local_copies.is_copy(folder) else RunEndWatch(folder)  # a copy has no lease
 
     def refresh(self) -> bool:
         """Read what is new; return whether there is anything. ConfigError if a file cannot be read."""

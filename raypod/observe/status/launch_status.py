@@ -1,4 +1,4 @@
-"""The state of a launch, folded from the reports of its hosts; the content of its status endpoint.
+"""The state of a launch, folded from the reports of its hosts: its status endpoint, and its metrics for Prometheus.
 
 `add` runs in the launcher's main thread, `snapshot` in any other one. They share counters and references to immutable
 objects, so that no lock is needed.

@@ -33,7 +33,7 @@ from raypod.runs.event_text import RECENT
 from raypod.runs.recent_events import RecentEvents
 from raypod.runs.run_view import RunView
 from raypod.runtime.worker.control import IDLE
-from raypod.runtime.workers.base import Beat
+from raypod.runtime.workers.fleet import Beat
 
 VERSION = 1  # of the JSON: raised when the meaning of a key changes
 _RECENT_EVENTS = 50

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from raypod.errors import summarize_exception
-from raypod.observe.trackers import memory
+from raypod.observe.trackers import tracker_record
 from raypod.observe.trackers.follower import Follower, newest_steps
 from raypod.observe.trackers.tracker import KILLED, Point, RunFacts, Steps, Tracker
 from raypod.plan import layout, user_code
@@ -70,7 +70,7 @@ class Session:
     def __init__(self, make: Callable[[], Tracker], run_dir: Path, started_unix_s: float, path: Path) -> None:
         """`path` is the file of the memory."""
         self._make, self._run_dir, self._started_unix_s, self._path = make, run_dir, started_unix_s, path
-        self._written = memory.read(path)  # what the file has
+        self._written = tracker_record.read(path)  # what the file has
         self._memory = dataclasses.replace(self._written, is_complete=False, error="")
         self._redaction = Redaction(os.environ)
         self._tracker: Optional[Tracker] = None
@@ -139,7 +139,7 @@ class Session:
         self._memory = changed_memory
         if changed_memory != self._written:
             with contextlib.suppress(OSError):  # a full or lost disk: the file keeps an older state
-                memory.write(self._path, changed_memory)
+                tracker_record.write(self._path, changed_memory)
                 self._written = changed_memory
 
 
@@ -207,7 +207,7 @@ def main() -> int:
     os.nice(_NICE)
     end = End(args.timeout_s)
     threading.Thread(target=end.listen, name="end", daemon=True).start()
-    path = memory.path_of(args.run_dir, args.tracker)
+    path = tracker_record.path_of(args.run_dir, args.tracker)
     make_folder(path.parent)
     # The process of an interrupted run may still record the rest, while the run is resumed.
     with redacted_output(Redaction(os.environ)), files.held(args.run_dir), file_lock(

@@ -11,7 +11,7 @@ from typing import Callable, Dict, List, Optional
 
 from raypod.errors import LeaseLost
 from raypod.events import Event, PhaseBegun, RunEnded, RunStarted
-from raypod.observe.trackers import memory
+from raypod.observe.trackers import tracker_record
 from raypod.observe.trackers.tracker import FAILED, FINISHED, INTERRUPTED
 from raypod.plan.layout import LOGS
 from raypod.plan.plan import Plan
@@ -42,7 +42,7 @@ class TrackerProcesses:
                 self._start(name)
         elif isinstance(event, PhaseBegun):
             for name, process in self._processes.items():
-                error = memory.read(memory.path_of(self._folder, name)).error
+                error = tracker_record.read(tracker_record.path_of(self._folder, name)).error
                 if error or process.poll() is not None:
                     self._warn_once(name, f"fails: {error or 'its process has ended'}; the run continues without it")
         elif isinstance(event, RunEnded):
@@ -63,12 +63,12 @@ class TrackerProcesses:
                 end_session(process)
 
     def _start(self, name: str) -> None:
-        path = memory.path_of(self._folder, name)
-        log = self._folder / LOGS / f"tracker-{memory.file_name(name)}.log"
+        path = tracker_record.path_of(self._folder, name)
+        log = self._folder / LOGS / f"tracker-{tracker_record.file_name(name)}.log"
         arguments = [str(self._folder.resolve()), name, f"--artifacts={self._artifacts}"]
         arguments += [f"--timeout-s={self._timeout_s}", f"--started-unix-s={self._started_unix_s}"]
         try:
-            memory.write(path, dataclasses.replace(memory.read(path), error="", is_complete=False))
+            tracker_record.write(path, dataclasses.replace(tracker_record.read(path), error="", is_complete=False))
             self._processes[name] = start_module("raypod.observe.trackers.process", arguments, log)
         except OSError as error:
             self._warn_once(name, f"cannot be started: {error.strerror or error}")
@@ -85,7 +85,7 @@ class TrackerProcesses:
         for name, process in self._processes.items():
             while process.poll() is None and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
-            found = memory.read(memory.path_of(self._folder, name))
+            found = tracker_record.read(tracker_record.path_of(self._folder, name))
             # That of an earlier start may have completed its part meanwhile.
             if process.poll() not in (None, 0) or not found.is_complete:
                 reason = f": {found.error}" if found.error else ""
@@ -95,4 +95,6 @@ class TrackerProcesses:
     def _warn_once(self, name: str, text: str) -> None:
         if name not in self._warned:
             self._warned.append(name)
-            self._warn(f"tracker {name} {text}; see {LOGS}/tracker-{memory.file_name(name)}.log in the run folder")
+            self._warn(
+                f"tracker {name} {text}; see {LOGS}/tracker-{tracker_record.file_name(name)}.log in the run folder"
+            )

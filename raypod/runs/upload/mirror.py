@@ -19,7 +19,7 @@ from raypod.errors import LeaseLost
 from raypod.events import CheckpointSaved, Event, RunStarted
 from raypod.plan.layout import LOGS, SUMMARY
 from raypod.plan.plan import Plan
-from raypod.runs.upload import memory
+from raypod.runs.upload import mirror_record
 from raypod.runs.upload.run_mirror import TAKEN, add_to_summary
 from raypod.system.files import make_folder
 from raypod.system.session_process import end_session, start_module
@@ -40,7 +40,7 @@ class Mirror:
         self._keep = run.keep_remote or run.keep_checkpoints
         self._writer = uuid.uuid4().hex
         self._process: Optional[subprocess.Popen[bytes]] = None
-        self._known = memory.Memory()  # what it has remembered last
+        self._known = mirror_record.MirrorRecord()  # what it has remembered last
         self._has_warned = False
         self._looked_s, self._started_s, self._starts = 0.0, 0.0, 0
 
@@ -80,16 +80,16 @@ class Mirror:
         self._kill()
         with contextlib.suppress(OSError):
             make_folder(folder / LOGS)
-            memory.write(folder, self._known)
+            mirror_record.write(folder, self._known)
         self._folder = folder
         self._begin()
         return self.url if self._finish() else ""
 
     def _begin(self) -> None:
         try:
-            found = memory.read(self._folder)
+            found = mirror_record.read(self._folder)
             kept = (found.run_id, found.place, found.resumed, found.resumed_generation)
-            memory.write(self._folder, memory.Memory(*kept))
+            mirror_record.write(self._folder, mirror_record.MirrorRecord(*kept))
         except OSError as error:
             self._warn_once(f"cannot be used: {error.strerror or error}")
             return
@@ -126,13 +126,13 @@ class Mirror:
                 self._kill()
                 self._start()
 
-    def _warn_of_error(self) -> Optional[memory.Memory]:
+    def _warn_of_error(self) -> Optional[mirror_record.MirrorRecord]:
         """Return what the process remembers, at most once per second; warn if it fails."""
         now_s = time.monotonic()
         if self._process is None or now_s - self._looked_s < _LOOK_S:
             return None
         self._looked_s = now_s
-        found = memory.read(self._folder)
+        found = mirror_record.read(self._folder)
         self._known = found if found.run_id else self._known  # not that of a folder that is lost
         if found.error:
             self._warn_once(f"fails: {found.error}; the run continues, and the mirror tries again")
@@ -159,18 +159,18 @@ class Mirror:
         self._kill()
         if is_complete:
             return True
-        found = memory.read(self._folder)
+        found = mirror_record.read(self._folder)
         # A process that has not reached the storage has not noted what is missing.
         pending = found.pending or ("everything since the last upload",)
         found = dataclasses.replace(found, pending=pending, is_complete=False)
         with contextlib.suppress(OSError, ValueError):  # there is none, or the disk is full: the warning remains
-            memory.write(self._folder, found)
+            mirror_record.write(self._folder, found)
             if (self._folder / SUMMARY).is_file():
                 add_to_summary(self._folder, found, self.url)
         self._report(found)
         return False
 
-    def _report(self, found: memory.Memory) -> None:
+    def _report(self, found: mirror_record.MirrorRecord) -> None:
         names = ", ".join(found.pending[:_NAMED]) + (", ..." if len(found.pending) > _NAMED else "")
         reason = f": {found.last_error}" if found.last_error else ""
         missing = f"does not hold {names} at the end of the run (--storage-timeout-s {self._timeout_s:g}){reason}"

@@ -9,7 +9,7 @@ from typing import Callable, Dict, Optional
 from raypod.plan import layout
 from raypod.runs.upload import index
 from raypod.runs.upload.index import Content, Index
-from raypod.runs.upload.memory import MOST_LINE_BYTES
+from raypod.runs.upload.mirror_record import MOST_LINE_BYTES
 from raypod.system.remote.errors import StorageError
 from raypod.system.remote.store import Store
 

@@ -14,8 +14,8 @@ from raypod.plan.plan import Plan
 from raypod.runs import run_state
 from raypod.runs.claim import Claim
 from raypod.runs.lease_file import Log
-from raypod.runs.upload import memory, snapshots
-from raypod.runs.upload.snapshots import Snapshot
+from raypod.runs.upload import local_copies, mirror_record
+from raypod.runs.upload.local_copies import Snapshot
 from raypod.system.files import rename_folder
 from raypod.system.urls import is_url
 from raypod.training.checkpoint import resume, storage
@@ -38,7 +38,7 @@ def restore(plan: Plan, claim: Claim, log: Log) -> Plan:
     where = plan.config.run.resume
     if where is None or not is_url(where):
         return plan
-    folder, snapshot = Path(plan.run_dir), snapshots.of_resume(where)
+    folder, snapshot = Path(plan.run_dir), local_copies.of_resume(where)
     name, checkpoints = snapshot.run.url.checkpoint, storage.checkpoints_folder(folder)
     with _named(snapshot):
         newest = resume.find_checkpoint(_resuming(plan, snapshot.folder), _was_cut_off(snapshot), verify=False)
@@ -55,8 +55,8 @@ def restore(plan: Plan, claim: Claim, log: Log) -> Plan:
             is_longer = own is not None and is_newer and own.update >= newest.checkpoint.update
             _copy(snapshot, folder, not is_longer, claim.add, log)
         generation = max(each.manifest.generation for each in (own, newest.checkpoint) if each is not None)
-        known = dataclasses.replace(memory.read(folder), resumed=where, resumed_generation=generation)
-        memory.write(folder, known)
+        known = dataclasses.replace(mirror_record.read(folder), resumed=where, resumed_generation=generation)
+        mirror_record.write(folder, known)
     except OSError as error:
         raise ConfigError(f"cannot write into the run folder {folder}: {error.strerror or error}") from None
     return _resuming(plan, resumed)
@@ -73,7 +73,7 @@ def _newest_of(folder: Path, snapshot: Snapshot, where: str) -> Optional[Checkpo
 
 def _was_begun(folder: Path, where: str, own: Checkpoint) -> bool:
     """Return whether the interrupted run in a folder, whose newest checkpoint is `own`, has begun from a URL."""
-    known = memory.read(folder)
+    known = mirror_record.read(folder)
     is_later = own.manifest.generation > known.resumed_generation  # `storage.make_newest`, and the checkpoints after it
     return known.resumed == where and is_later and run_state.is_unfinished(folder)
 
@@ -97,7 +97,7 @@ def check(plan: Plan) -> Plan:
     where = plan.config.run.resume
     if where is None or not is_url(where):
         return plan
-    snapshot = snapshots.of_resume(where)
+    snapshot = local_copies.of_resume(where)
     with _named(snapshot):
         resume.find_checkpoint(_resuming(plan, snapshot.folder), _was_cut_off(snapshot), verify=False)
     run = plan.config.run.model_copy(update={"resume": None})
@@ -113,7 +113,9 @@ def _copy(snapshot: Snapshot, folder: Path, with_files: bool, add: Callable[[Pat
     try:
         checkpoint = _fetch_newest(snapshot, checkpoints, log)
         if with_files:
-            memory.write(folder, memory.Memory(run_id=snapshot.run_id or memory.read(folder).run_id))
+            mirror_record.write(
+                folder, mirror_record.MirrorRecord(run_id=snapshot.run_id or mirror_record.read(folder).run_id)
+            )
             _, messages = snapshot.run.fetch_files(folder, lambda name: name != layout.SUMMARY)
             for message in messages:
                 log(f"warning: {message}")
@@ -149,12 +151,12 @@ def _fetch_newest(snapshot: Snapshot, checkpoints: Path, log: Log) -> Checkpoint
 
 def _is_run_of(folder: Path, snapshot: Snapshot) -> bool:
     """Return whether a folder holds the run of a snapshot."""
-    known, log = memory.read(folder).run_id, b""
+    known, log = mirror_record.read(folder).run_id, b""
     if known:
         return known == snapshot.run_id
     with contextlib.suppress(OSError), (snapshot.folder / layout.EVENTS).open("rb") as file:
-        log = file.readline(memory.MOST_LINE_BYTES)
-    return memory.is_run_of(folder, log)
+        log = file.readline(mirror_record.MOST_LINE_BYTES)
+    return mirror_record.is_run_of(folder, log)
 
 
 def _resuming(plan: Plan, folder: Path) -> Plan:

@@ -1,4 +1,4 @@
-"""The files of a run folder that are mirrored, except checkpoints: each with the part of it that is complete now."""
+"""The mirrored files of a run folder, each with the part that is complete. `plan/layout.py` names them."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from typing import Any, Callable, Dict, List
 from typing_extensions import Protocol
 
 from raypod.plan.layout import SUMMARY
-from raypod.runs.upload import memory
-from raypod.runs.upload.memory import Memory
+from raypod.runs.upload import mirror_record
+from raypod.runs.upload.mirror_record import MirrorRecord
 from raypod.runs.upload.mirrored_checkpoints import MirroredCheckpoints
 from raypod.runs.upload.mirrored_files import MirroredFiles, latest_of
 from raypod.runs.upload.remote_index import PlaceTaken, RemoteIndex
@@ -50,9 +50,9 @@ class RunMirror:
 
     def __init__(self, run_dir: Path, store: Store, kept: Retention, writer: str) -> None:
         self._run_dir, self._store = run_dir, store
-        self._memory = memory.read(run_dir)
+        self._memory = mirror_record.read(run_dir)
         is_known = self._memory.place == store.url
-        is_own_log = functools.partial(memory.is_run_of, run_dir)
+        is_own_log = functools.partial(mirror_record.is_run_of, run_dir)
         self._index = RemoteIndex(store, self._memory.run_id, writer, is_known, is_own_log)
         self._files = MirroredFiles(run_dir, store, self._index)
         self._checkpoints = MirroredCheckpoints(run_dir, store, kept, self._index.check)
@@ -164,7 +164,7 @@ class RunMirror:
         self._remember(error=shown, last_error=text, failures=failures, pending=self._pending())
         return True
 
-    def _counted(self) -> Memory:
+    def _counted(self) -> MirrorRecord:
         before = self._before
         return dataclasses.replace(
             self._memory,
@@ -181,11 +181,11 @@ class RunMirror:
         self._memory = found
         if found != self._written:
             with contextlib.suppress(OSError):  # a full or lost disk: the file keeps an older state
-                memory.write(self._run_dir, found)
+                mirror_record.write(self._run_dir, found)
                 self._written = found
 
 
-def add_to_summary(run_dir: Path, found: Memory, url: str) -> None:
+def add_to_summary(run_dir: Path, found: MirrorRecord, url: str) -> None:
     """Set the entry `storage` of `summary.json`. OSError or ValueError if the file cannot be read or written."""
     path = run_dir / SUMMARY
     content = {**parse_json(path.read_text()), "storage": found.summary(url)}

@@ -1,1 +1,1 @@
-"""The run's main loop, failure recovery, and the checkpoint schedule."""
+"""The run's main loop: recovery, elastic sizes, stops, the checkpoint schedule, copies on other hosts."""

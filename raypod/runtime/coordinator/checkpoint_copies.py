@@ -20,7 +20,7 @@ from raypod.plan.plan import Plan
 from raypod.runtime.coordinator import copy_sender
 from raypod.runtime.coordinator.copy_sender import Source
 from raypod.runtime.coordinator.copy_targets import Abandoned, CopyTargets, SharedDisk
-from raypod.runtime.workers.base import Fleet
+from raypod.runtime.workers.fleet import Fleet
 from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.copies import FOLDER, Age
 

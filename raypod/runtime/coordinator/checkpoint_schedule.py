@@ -25,7 +25,7 @@ from raypod.plan.plan import Plan
 from raypod.plan.values import parse_interval, parse_unsaved
 from raypod.runs.ledger import last_generation
 from raypod.runs.metrics import MetricsAggregator
-from raypod.runtime.workers.base import Fleet, FleetBroken
+from raypod.runtime.workers.fleet import Fleet, FleetBroken
 from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.format import Checkpoint, Manifest
 from raypod.training.checkpoint.resume import manifest_of

@@ -41,7 +41,7 @@ from raypod.runtime.coordinator.same_data import check_same_data
 from raypod.runtime.coordinator.snapshots import Snapshots
 from raypod.runtime.coordinator.stop import Stop, early_stop, stop_on_signal
 from raypod.runtime.worker.control import IDLE
-from raypod.runtime.workers.base import ElasticFleet, Fleet
+from raypod.runtime.workers.fleet import ElasticFleet, Fleet
 from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.format import Checkpoint
 

@@ -7,7 +7,7 @@ import uuid
 from collections import Counter
 from typing import Collection, Dict, List, Optional, Set
 
-from raypod.runtime.workers.base import Fleet
+from raypod.runtime.workers.fleet import Fleet
 from raypod.training.checkpoint.copies import Age, CopyReceiver, Opened, copy_hosts
 from raypod.training.checkpoint.transfer import Requests, Server
 

@@ -17,7 +17,7 @@ from raypod.runtime.coordinator.kept_state import KeptState
 from raypod.runtime.coordinator.recovery import FailurePolicy, Resets, begin
 from raypod.runtime.coordinator.same_data import COPY_FILES, check_same_data, code_of
 from raypod.runtime.coordinator.stop import Stop
-from raypod.runtime.workers.base import ElasticFleet, Fleet, FleetBroken, failure_of
+from raypod.runtime.workers.fleet import ElasticFleet, Fleet, FleetBroken, failure_of
 from raypod.training.checkpoint.format import Checkpoint
 from raypod.training.checkpoint.resume import restart_point
 

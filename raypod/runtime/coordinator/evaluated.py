@@ -10,7 +10,7 @@ from raypod.events import EvaluationReport
 from raypod.plan.metric import sum_exactly, values_of
 from raypod.plan.plan import Plan
 from raypod.runs.predictions import in_sample_order
-from raypod.runtime.workers.base import Fleet
+from raypod.runtime.workers.fleet import Fleet
 
 
 @dataclasses.dataclass(frozen=True)

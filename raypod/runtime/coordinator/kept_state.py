@@ -1,4 +1,4 @@
-"""Save the newest state that any instance holds, before the run ends or its instances are replaced."""
+"""Choose and save the newest state that any instance holds, in the run folder or, if it is full, on another disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from raypod.plan.plan import Plan
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator.checkpoint_schedule import CheckpointSchedule
 from raypod.runtime.coordinator.snapshots import Snapshot, Snapshots
-from raypod.runtime.workers.base import Fleet, FleetBroken
+from raypod.runtime.workers.fleet import Fleet, FleetBroken
 from raypod.training.checkpoint import storage
 
 # After these errors there is no state to save, no place for it in the run folder, or that belongs to another run.

@@ -53,7 +53,7 @@ from raypod.runtime.coordinator.checkpoint_schedule import load_on
 from raypod.runtime.coordinator.kept_state import KeptState, newest
 from raypod.runtime.coordinator.same_data import check_same_data
 from raypod.runtime.worker.seeding import new_seeding
-from raypod.runtime.workers.base import Fleet, FleetBroken, failure_of
+from raypod.runtime.workers.fleet import Fleet, FleetBroken, failure_of
 from raypod.training.checkpoint.format import Checkpoint
 from raypod.training.checkpoint.resume import restart_point
 

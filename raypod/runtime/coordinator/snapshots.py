@@ -11,7 +11,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 from raypod.events import SaveReport
 from raypod.plan.plan import Plan
 from raypod.runtime.coordinator.checkpoint_schedule import write_from_host
-from raypod.runtime.workers.base import Fleet
+from raypod.runtime.workers.fleet import Fleet
 from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.format import Manifest
 from raypod.training.checkpoint.snapshots import Place, SnapshotMemory

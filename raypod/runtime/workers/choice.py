@@ -9,7 +9,7 @@ from typing import Callable
 from raypod.errors import ClusterError
 from raypod.plan.compatibility import asks_for_ray
 from raypod.plan.plan import Plan
-from raypod.runtime.workers.base import Fleet
+from raypod.runtime.workers.fleet import Fleet
 from raypod.system.sdk import may_hold_interpreter_lock
 
 

@@ -16,7 +16,7 @@ from raypod.plan import user_code
 from raypod.plan.plan import Plan, Segment
 from raypod.runtime.worker import collectives
 from raypod.runtime.worker.environment import instance_environment
-from raypod.runtime.workers.base import Beat, Family, Labels
+from raypod.runtime.workers.fleet import Beat, Family, Labels
 from raypod.system import sdk, torchvision_import
 from raypod.system.files import make_folder, open_to_append
 from raypod.system.spans import recorder

@@ -17,7 +17,7 @@ from raypod.plan.elastic import Room
 from raypod.plan.plan import Plan, Segment
 from raypod.runtime.worker.control import IDLE
 from raypod.runtime.worker.process import InstanceProcess
-from raypod.runtime.workers.base import Beat, Family, FleetBroken, Labels, failure_of
+from raypod.runtime.workers.fleet import Beat, Family, FleetBroken, Labels, failure_of
 from raypod.runtime.workers.ray_nodes import (
     draining_hosts,
     host_name,

@@ -7,8 +7,8 @@ import threading
 from typing import Any, Callable, Dict, Iterable, Tuple
 
 from raypod.plan.cluster import Cluster
-from raypod.runtime.workers.base import Family, Labels
 from raypod.runtime.workers.death_cause import death_reason
+from raypod.runtime.workers.fleet import Family, Labels
 from raypod.runtime.workers.ray_nodes import nodes_of
 from raypod.runtime.workers.ray_reservation import node_affinity
 

@@ -1,4 +1,4 @@
-"""Wait for the results of instances under Ray, monitor their heartbeats, and find the cause if one fails.
+"""Wait for the results of instances under Ray, detect a dead, silent or stuck one, and find the cause.
 
 A watch owns all outstanding work of its instances: the streams of a segment, and the requests that are made meanwhile.
 A wait ends when nothing is outstanding, or raises FleetBroken (the lost instances in `losses`) or the error of an
@@ -15,8 +15,8 @@ from raypod.errors import CollectiveBroken, DeviceFailed, PeerLost, RaypodError,
 from raypod.events import FailureKind, HeartbeatReport, InstanceLost
 from raypod.plan import user_code
 from raypod.plan.plan import Plan
-from raypod.runtime.workers.base import Beat, FleetBroken
 from raypod.runtime.workers.death_cause import death_causes
+from raypod.runtime.workers.fleet import Beat, FleetBroken
 from raypod.runtime.workers.liveness import (
     LastHeartbeat,
     Suspect,

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequ
 from raypod.events import CallReport, ClockReading, EvaluationReport, InstanceStarted, SaveReport
 from raypod.plan.plan import Plan, Segment
 from raypod.runtime.worker.seeding import Endpoint
-from raypod.runtime.workers.base import Beat, Family, Labels
+from raypod.runtime.workers.fleet import Beat, Family, Labels
 from raypod.training.checkpoint.transfer import Server
 
 _WEIGHTS_SHA256 = "0" * 64

@@ -1,4 +1,4 @@
-"""Checkpoints on the local file system: names, listing, atomic creation, and removal. A storage backend is added here.
+"""Checkpoints on the local file system: names, listing, atomic creation, verification of their hashes, and removal.
 
 A run folder has the folder `checkpoints/` with a folder per checkpoint and the file `LATEST`, which names the newest.
 Does not import torch.

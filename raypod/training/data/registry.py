@@ -1,4 +1,4 @@
-"""Data sets by name: their sizes and shapes for planning, and the loaded splits.
+"""Image data sets by name: their sizes and shapes for planning, and the loaded splits.
 
 No module here imports torch before a data set of the user or a folder of images is loaded: planning works without it.
 A data set's module, and with it NumPy, is imported when it is used: a plan of the default run needs neither.

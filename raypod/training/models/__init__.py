@@ -1,1 +1,1 @@
-"""What the replicas compute: networks, the task, the training and evaluation programs, and pipeline splits."""
+"""What the replicas compute: networks, the training and evaluation programs, and pipeline splits."""

@@ -21,7 +21,7 @@ from raypod.observe.report.run_data import RunReader
 from raypod.observe.report.starts import Starts
 from raypod.observe.report.timeline import Timeline
 from raypod.runs import lease_file
-from raypod.runs.upload import snapshots
+from raypod.runs.upload import local_copies
 from raypod.system.files import strict_json
 from tests.support.run_folders import call_times, event, update_record, write_lines, write_run
 
@@ -186,7 +186,7 @@ def test_a_run_whose_coordinator_died_on_another_host_has_died_there_and_in_the_
     observed.refresh()
     assert (observed.data()["state"], len(waits)) == ("died", 1), "known after one look"
     file.unlink()
-    monkeypatch.setattr(snapshots, "is_copy", lambda folder: True)
+    monkeypatch.setattr(local_copies, "is_copy", lambda folder: True)
     copy = RunReader(folder)
     copy.refresh()
     assert copy.data()["state"] == "running", "the copy of a run on a store has no lease"

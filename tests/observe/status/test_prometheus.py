@@ -26,7 +26,7 @@ from raypod.observe.status.exposition import (
 from raypod.observe.status.prometheus import METRICS, scrape_response
 from raypod.observe.status.run_status import RunStatus
 from raypod.plan.plan import Plan
-from raypod.runtime.workers.base import Beat
+from raypod.runtime.workers.fleet import Beat
 
 USAGE = HostUsage(None, 1, 2, 3, 4, 5, 6)
 STARTED = tuple(InstanceStarted(index, f"h{index}", 10 + index, "emulated", "", 1, ()) for index in range(2))

@@ -21,7 +21,7 @@ from raypod.observe.status.run_status import RunStatus
 from raypod.observe.status.token_server import TokenServer
 from raypod.plan.layout import TOKEN_FILE
 from raypod.plan.plan import Plan
-from raypod.runtime.workers.base import Beat
+from raypod.runtime.workers.fleet import Beat
 from tests.support import ROOT
 from tests.support.bounded import wait_until
 

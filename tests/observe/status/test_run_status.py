@@ -15,7 +15,7 @@ from raypod.observe.status.run_status import RunStatus, user_name
 from raypod.plan.plan import Plan, Segment
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
-from raypod.runtime.workers.base import Beat, FleetBroken
+from raypod.runtime.workers.fleet import Beat, FleetBroken
 from raypod.runtime.workers.scripted import ScriptedFleet
 from raypod.system.files import strict_json
 

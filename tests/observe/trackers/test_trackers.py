@@ -15,7 +15,7 @@ from raypod import train
 from raypod.api.request import plan_of
 from raypod.errors import ConfigError
 from raypod.events import EvaluationDone, PhaseBegun, RunStarted, UpdateDone
-from raypod.observe.trackers import memory, process
+from raypod.observe.trackers import process, tracker_record
 from raypod.observe.trackers import processes as processes_module
 from raypod.observe.trackers.follower import Follower
 from raypod.observe.trackers.processes import TrackerProcesses
@@ -61,8 +61,8 @@ def steps_of(path: Path, name: str) -> List[int]:
 
 
 def test_a_loss_of_power_keeps_what_a_tracker_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed, path = FlushedFiles(monkeypatch), memory.path_of(tmp_path, "wandb")
-    memory.write(path, memory.Memory("its run"))
+    flushed, path = FlushedFiles(monkeypatch), tracker_record.path_of(tmp_path, "wandb")
+    tracker_record.write(path, tracker_record.TrackerRecord("its run"))
     assert flushed.survive(path)
 
 
@@ -154,12 +154,12 @@ def test_a_tracker_that_fails_everywhere_gets_every_point_once(tmp_path: Path, m
     (tmp_path / "config.yaml").write_text("training:\n  epochs: 3\n  freeze: null\n")
     calls: List[Any] = []
     failed: List[str] = []
-    path = memory.path_of(tmp_path, "own")
+    path = tracker_record.path_of(tmp_path, "own")
     session = process.Session(lambda: Unreliable(calls, failed), tmp_path, 0.0, path)
     session.follow(Ended(), "report")  # type: ignore[arg-type]
     assert failed == ["open", "recorded", "log", "add_artifact", "close"]
     assert [point.step for point in calls] == [1, 2, 3, 4, 5]
-    assert memory.read(path) == memory.Memory("id", 5, -1, "", True)
+    assert tracker_record.read(path) == tracker_record.TrackerRecord("id", 5, -1, "", True)
     assert process.parameters_of(tmp_path) == {"training.epochs": "3"}
 
 
@@ -171,15 +171,15 @@ def test_the_end_of_the_process_of_an_earlier_start_hides_nothing(
     child = SimpleNamespace(stdin=io.BytesIO(), poll=lambda: code)
     monkeypatch.setattr(processes_module, "start_module", lambda *arguments: child)
     monkeypatch.setattr(processes_module, "end_session", lambda child: None)
-    path = memory.path_of(Path(plan.run_dir), FAKE)
+    path = tracker_record.path_of(Path(plan.run_dir), FAKE)
 
     def seen() -> Any:
-        child.was_complete = memory.read(path).is_complete
+        child.was_complete = tracker_record.read(path).is_complete
         raise SystemExit
 
     with TrackerProcesses(plan, warnings.append, 0.0) as running:
         running.handle(RunStarted("emulated", "", 0, 1, ()))
-        memory.write(path, memory.Memory("id", 5, -1, "", True))
+        tracker_record.write(path, tracker_record.TrackerRecord("id", 5, -1, "", True))
         if code is None:  # the new one has waited for it, and cannot reach its server
             with pytest.raises(SystemExit):
                 process.Session(seen, Path(plan.run_dir), 0.0, path).follow(Ended(), "none")  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ def test_failures_and_the_death_of_the_coordinator(fake: Path, make: Any, monkey
     with TrackerProcesses(plan, warnings.append, 0.0) as running:
         running.handle(RunStarted("emulated", "", 0, 1, ()))
         (child,) = running._processes.values()
-        assert wait_until(lambda: bool(memory.read(memory.path_of(run_dir, FAKE)).error))
+        assert wait_until(lambda: bool(tracker_record.read(tracker_record.path_of(run_dir, FAKE)).error))
         for _ in range(2):
             running.handle(PhaseBegun("training", 1))
         away.unlink()

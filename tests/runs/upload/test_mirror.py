@@ -13,10 +13,10 @@ import pytest
 from raypod.errors import LeaseLost
 from raypod.events import CheckpointSaved, PhaseBegun, RunStarted
 from raypod.plan.plan import Plan
-from raypod.runs.upload import memory
 from raypod.runs.upload import mirror as mirror_module
-from raypod.runs.upload.memory import Memory
+from raypod.runs.upload import mirror_record
 from raypod.runs.upload.mirror import Mirror
+from raypod.runs.upload.mirror_record import MirrorRecord
 from raypod.runs.upload.run_mirror import TAKEN
 
 STARTED = RunStarted("emulated", "", 0, 1, (), 1, ())
@@ -74,7 +74,7 @@ class Mirrored:
     def look(self, after_s: float, **remembered: Any) -> int:
         """Let the coordinator look after a time, when the process remembers something; return the number of starts."""
         if remembered:
-            memory.write(self.folder, Memory(**remembered))
+            mirror_record.write(self.folder, MirrorRecord(**remembered))
         self.now_s += after_s
         self.mirror.handle(IDLE)
         return len(self.processes)
@@ -93,11 +93,13 @@ def mirrored(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> Make
 
 def test_the_process_gets_the_settings_and_the_checkpoints_of_the_run(mirrored: Make) -> None:
     run = mirrored(keep_checkpoints=1, keep_remote=9)
-    memory.write(run.folder, Memory("the run", "file:///remote/run", failures=7, error="of an earlier start"))
+    mirror_record.write(
+        run.folder, MirrorRecord("the run", "file:///remote/run", failures=7, error="of an earlier start")
+    )
     with run:
-        assert memory.read(run.folder) == Memory("the run", "file:///remote/run")
+        assert mirror_record.read(run.folder) == MirrorRecord("the run", "file:///remote/run")
         run.mirror.handle(CheckpointSaved(4, "checkpoints/update-00000004", "0"))
-        memory.write(run.folder, Memory("the run", is_complete=True))
+        mirror_record.write(run.folder, MirrorRecord("the run", is_complete=True))
         run.processes[0].hangs = False
     (process,) = run.processes
     assert process.arguments[:2] == [str(run.folder), "file:///remote"]
@@ -140,7 +142,7 @@ def test_an_error_is_one_warning_and_in_the_end_a_line_names_what_is_missing(mir
 @pytest.mark.parametrize("error", ["", "OSError: an outage"])
 def test_a_process_that_dies_is_started_again_less_and_less_often(mirrored: Make, error: str) -> None:
     with mirrored() as run:
-        memory.write(run.folder, Memory(place="x", error=error))
+        mirror_record.write(run.folder, MirrorRecord(place="x", error=error))
         for number, pause_s in enumerate((1.0, 5.0, 30.0, 60.0, 60.0), start=1):
             run.processes[-1].code = 75
             assert run.look(pause_s) == number
@@ -152,10 +154,10 @@ def test_a_process_that_dies_is_started_again_less_and_less_often(mirrored: Make
 
 def test_the_end_of_an_earlier_process_of_the_run_hides_nothing(mirrored: Make) -> None:
     with mirrored() as run:
-        memory.write(run.folder, Memory("the run", is_complete=True))
+        mirror_record.write(run.folder, MirrorRecord("the run", is_complete=True))
     assert "does not hold everything since the last upload at the end of the run" in run.warnings[0]
     assert run.stored()["not_mirrored"] == ["everything since the last upload"]
-    assert not memory.read(run.folder).is_complete
+    assert not mirror_record.read(run.folder).is_complete
 
 
 def test_a_run_that_another_process_has_taken_over_is_left_at_once(mirrored: Make) -> None:

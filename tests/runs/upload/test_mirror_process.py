@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raypod import train
-from raypod.runs.upload import memory
+from raypod.runs.upload import mirror_record
 from tests.support.mirrored_runs import (
     FLAGS,
     announce,
@@ -35,7 +35,7 @@ def test_the_process_uploads_what_it_is_told_and_ends_with_its_input(url: str, t
         announce(process, second)
         assert reached(run, 2)
         assert finish(process) == 0
-    assert memory.read(run).is_complete
+    assert mirror_record.read(run).is_complete
     assert verified(url, "a run", tmp_path / "copy") == [first, second]
     assert not different_files(run, tmp_path / "copy")
 
@@ -48,7 +48,7 @@ def test_a_process_that_cannot_upload_ends_at_its_limit_and_shows_no_secret(
     run = write_run(tmp_path / "run")
     with mirroring(run, f"file://{tmp_path}/{SECRET}", "--timeout-s=3") as process:
         assert finish(process) == 1
-    found = memory.read(run)
+    found = mirror_record.read(run)
     assert "***" in found.error
     assert (found.place, found.is_complete) == ("", False)
     assert "***" in (run / "logs" / "storage.log").read_text()

@@ -13,7 +13,7 @@ from typing import Any, List, Optional
 import pytest
 
 from raypod.plan import layout
-from raypod.runs.upload import memory, run_files
+from raypod.runs.upload import mirror_record, run_files
 from raypod.runs.upload.mirrored_checkpoints import MirroredCheckpoints
 from raypod.runs.upload.mirrored_files import MirroredFiles
 from raypod.runs.upload.remote_index import RemoteIndex
@@ -48,8 +48,8 @@ def name_of(update: int) -> str:
 
 
 def test_a_run_is_mirrored_as_its_lines_and_checkpoints_come(run: Path, url: str, remote: Path, tmp_path: Path) -> None:
-    def checked(checkpoints: int) -> memory.Memory:
-        found = memory.read(run)
+    def checked(checkpoints: int) -> mirror_record.MirrorRecord:
+        found = mirror_record.read(run)
         assert (found.checkpoints, found.pending, found.error, found.is_complete) == (checkpoints, (), "", False)
         assert (remote / "a run" / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
         return found
@@ -154,8 +154,8 @@ def test_a_file_that_cannot_be_read_is_named_and_blocks_nothing(
 
     def end() -> None:
         nonlocal is_bad
-        assert memory.read(run).pending == ("metrics.jsonl",)
-        assert memory.read(run).error.endswith("Input/output error: 'metrics.jsonl'")
+        assert mirror_record.read(run).pending == ("metrics.jsonl",)
+        assert mirror_record.read(run).error.endswith("Input/output error: 'metrics.jsonl'")
         is_bad = not is_passing
 
     monkeypatch.setattr(run_files.Snapshot, "content", read)
@@ -223,7 +223,7 @@ def test_a_run_whose_identity_was_lost_is_known_by_its_event_log(
 
 def test_a_loss_of_power_keeps_the_identity_of_a_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed = FlushedFiles(monkeypatch)
-    memory.write(run, memory.Memory("the run"))
+    mirror_record.write(run, mirror_record.MirrorRecord("the run"))
     assert flushed.survive(run / layout.STORAGE)
 
 
@@ -231,7 +231,7 @@ def test_a_run_that_goes_on_is_not_complete_because_it_was_before(run: Path, url
     assert mirror(run, url).is_complete
     save(run, 1)
     seen: List[bool] = []
-    assert mirror(run, url, lambda: seen.append(memory.read(run).is_complete)).is_complete
+    assert mirror(run, url, lambda: seen.append(mirror_record.read(run).is_complete)).is_complete
     assert seen == [False]
 
 
@@ -308,7 +308,7 @@ def test_objects_that_were_removed_or_truncated_are_uploaded_again(
     names = [save(run, 1), save(run, 2)]
 
     def damage() -> None:
-        assert memory.read(run).checkpoints == 2
+        assert mirror_record.read(run).checkpoints == 2
         folder = remote / "a run"
         (folder / "checkpoints" / names[0] / "weights.safetensors").unlink()
         (folder / "checkpoints" / names[1] / "weights.safetensors").write_bytes(b"short")
@@ -410,7 +410,7 @@ def test_a_mirror_repeats_what_has_failed_and_reports_failures_in_a_row(run: Pat
         return save(run, 2)
 
     def failed(times: int, error: str) -> None:
-        found = memory.read(run)
+        found = mirror_record.read(run)
         assert (found.failures, found.error, found.last_error) == (times, error, "ConnectionError: lost")
         assert found.pending == (name_of(2),)
 
@@ -434,8 +434,8 @@ def test_a_storage_that_never_answers_is_reported_at_once(run: Path, url: str) -
     def end() -> None:
         raise Killed
 
-    seen: List[memory.Memory] = []
-    script = Script(*[lambda: seen.append(memory.read(run))] * 3, end)
+    seen: List[mirror_record.MirrorRecord] = []
+    script = Script(*[lambda: seen.append(mirror_record.read(run))] * 3, end)
     with faults(fault), pytest.raises(Killed):
         mirror(run, url, script=script)
     assert [each.failures for each in seen] == [1, 2, 3]
@@ -453,7 +453,7 @@ def test_a_full_storage_keeps_the_older_checkpoint_until_the_newer_one_fits(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def looked() -> None:
-        assert "No space left" in memory.read(run).last_error
+        assert "No space left" in mirror_record.read(run).last_error
         assert whole_checkpoints(url, "a run", tmp_path / f"copy-{len(list(tmp_path.iterdir()))}") == [name_of(1)]
 
     def make_room() -> str:

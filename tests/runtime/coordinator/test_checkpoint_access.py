@@ -23,7 +23,7 @@ from raypod.events import (
 from raypod.plan.plan import Plan, Segment
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
-from raypod.runtime.workers.base import FleetBroken
+from raypod.runtime.workers.fleet import FleetBroken
 from raypod.runtime.workers.inline import InlineFleet
 from raypod.training.checkpoint.format import Checkpoint
 from raypod.training.checkpoint.resume import newest_valid

@@ -45,7 +45,7 @@ from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.sinks import Sinks
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.coordinator.stop import Stop
-from raypod.runtime.workers.base import FleetBroken
+from raypod.runtime.workers.fleet import FleetBroken
 from raypod.runtime.workers.scripted import ScriptedFleet
 from raypod.training.checkpoint import storage, writer
 from raypod.training.checkpoint.format import Retention

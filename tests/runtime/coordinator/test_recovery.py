@@ -27,7 +27,7 @@ from raypod.plan.plan import Plan, Segment
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.coordinator.recovery import REFILL_S, FailurePolicy, newest, receivers
-from raypod.runtime.workers.base import FleetBroken
+from raypod.runtime.workers.fleet import FleetBroken
 from raypod.runtime.workers.scripted import ScriptedFleet
 from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.resume import newest_valid

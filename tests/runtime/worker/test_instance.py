@@ -16,7 +16,7 @@ from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.worker.control import ATTACHING
 from raypod.runtime.worker.training_state import Snapshots
-from raypod.runtime.workers.base import FleetBroken
+from raypod.runtime.workers.fleet import FleetBroken
 from raypod.runtime.workers.inline import InlineFleet
 from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.resume import newest_valid

@@ -14,7 +14,7 @@ from raypod.errors import ClusterError, CollectiveBroken, DeviceFailed
 from raypod.events import HeartbeatReport
 from raypod.plan.plan import Plan
 from raypod.runtime.worker.control import IDLE
-from raypod.runtime.workers.base import FleetBroken
+from raypod.runtime.workers.fleet import FleetBroken
 from raypod.runtime.workers.ray_wait import NO_VALUE, PauseDetector, take_ready
 from raypod.runtime.workers.ray_watch import Watch
 from raypod.system.activity_record import Activity

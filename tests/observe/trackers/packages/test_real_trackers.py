@@ -11,7 +11,7 @@ from typing import Iterator, List
 import pytest
 
 from raypod import train
-from raypod.observe.trackers import memory
+from raypod.observe.trackers import tracker_record
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--replicas", "2", "--lr-schedule", "constant"]
 
@@ -23,7 +23,7 @@ def run_twice(tmp_path: Path, tracker: str) -> Path:
     assert train.main([*flags, "--updates", "6", "--run-dir", str(run)]) == 0
     resumed = str(run / "checkpoints" / "update-00000003")
     assert train.main(["--resume", resumed, "--updates", "8", "--run-dir", str(run)]) == 0
-    assert memory.read(memory.path_of(run, tracker)).is_complete
+    assert tracker_record.read(tracker_record.path_of(run, tracker)).is_complete
     return run
 
 
@@ -55,7 +55,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / value) if name.endswith("DIR") else value)
     run = run_twice(tmp_path, "wandb")
     files = sorted((run / "wandb").glob("offline-run-*/*.wandb"))
-    run_id = memory.read(memory.path_of(run, "wandb")).run_id
+    run_id = tracker_record.read(tracker_record.path_of(run, "wandb")).run_id
     assert {file.stem for file in files} == {f"run-{run_id}"}
     assert [step for file in files for step in steps_in(file)] == list(range(1, 9))
     assert not [file for file in run.rglob("*") if file.is_file() and key.encode() in file.read_bytes()]

@@ -11,7 +11,7 @@ import pytest
 import raypod
 import raypod.events
 from raypod import train
-from raypod.runs.upload import memory
+from raypod.runs.upload import mirror_record
 from raypod.system.remote.store import Store
 from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.format import Retention
@@ -146,15 +146,15 @@ def test_an_upload_through_a_network_that_is_slow_or_lost(network_place: Place, 
     begin_slowly(SLOW_BYTES_PER_S)
     with mirroring(run, url, "--timeout-s=4") as process:
         assert finish(process) == 1
-    assert name in memory.read(run).pending
+    assert name in mirror_record.read(run).pending
     proxy.bytes_per_s = None
     assert whole_checkpoints(url, "run", tmp_path / "partial") == [name_of(1)]
     begin_slowly(400_000.0)
-    failures = memory.read(run).failures
+    failures = mirror_record.read(run).failures
     with mirroring(run, url) as process:
         assert wait_until(lambda: proxy.forwarded_bytes > 300_000)
         proxy.cut()
-        assert wait_until(lambda: memory.read(run).failures > failures)
+        assert wait_until(lambda: mirror_record.read(run).failures > failures)
         proxy.bytes_per_s = None
         proxy.mend()
         assert finish(process) == 0
@@ -169,10 +169,10 @@ def test_a_training_whose_storage_server_is_killed_and_started_again(
 
     def react(event: raypod.events.Event) -> None:
         if isinstance(event, raypod.events.UpdateDone) and event.update == 20:
-            assert wait_until(lambda: memory.read(run).checkpoints > 0)
+            assert wait_until(lambda: mirror_record.read(run).checkpoints > 0)
             server.kill()
         elif isinstance(event, raypod.events.RunEnded):
-            assert wait_until(lambda: memory.read(run).failures >= 2)
+            assert wait_until(lambda: mirror_record.read(run).failures >= 2)
             server.start()
             if url.startswith("s3"):  # moto keeps the objects in memory
                 create_bucket(server.port)
@@ -192,12 +192,12 @@ def test_a_training_whose_storage_server_is_killed_and_started_again(
     assert summary_of(tmp_path / "whole")["weights_sha256"] == summary_of(tmp_path / "again")["weights_sha256"]
 
 
-def refused(run: Path, url: str) -> memory.Memory:
+def refused(run: Path, url: str) -> mirror_record.MirrorRecord:
     """Return what a process remembers that cannot use the storage."""
     with mirroring(run, url, "--timeout-s=3") as process:
-        assert wait_until(lambda: bool(memory.read(run).error))
+        assert wait_until(lambda: bool(mirror_record.read(run).error))
         assert finish(process) == 1
-    return memory.read(run)
+    return mirror_record.read(run)
 
 
 def test_wrong_credentials_of_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

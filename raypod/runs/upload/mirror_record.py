@@ -15,7 +15,7 @@ MOST_LINE_BYTES = 1 << 16  # of the first line of an event log
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MirrorRecord:
     """The content of the file; the counts are those of the last start of the run.
 
     Attributes:
@@ -59,17 +59,17 @@ class Memory:
         }
 
 
-def read(run_dir: Path) -> Memory:
+def read(run_dir: Path) -> MirrorRecord:
     """Return the content of the file; that of a new run without a readable one."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         content = parse_json((run_dir / STORAGE).read_text())
-        return Memory(**{**content, "pending": tuple(content["pending"])})
-    return Memory()
+        return MirrorRecord(**{**content, "pending": tuple(content["pending"])})
+    return MirrorRecord()
 
 
-def write(run_dir: Path, memory: Memory) -> None:
+def write(run_dir: Path, record: MirrorRecord) -> None:
     """Replace the file. OSError if it cannot be written."""
-    replace_file(run_dir / STORAGE, (json.dumps(dataclasses.asdict(memory)) + "\n").encode())
+    replace_file(run_dir / STORAGE, (json.dumps(dataclasses.asdict(record)) + "\n").encode())
 
 
 def is_run_of(run_dir: Path, log: bytes) -> bool:

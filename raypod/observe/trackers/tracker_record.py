@@ -14,7 +14,7 @@ from raypod.system.files import make_folder, parse_json, replace_file
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class TrackerRecord:
     """The run of the tracker, and what it has recorded. It holds no address and no secret."""
 
     run_id: Optional[str] = None
@@ -39,14 +39,14 @@ def file_name(tracker: str) -> str:
     return tracker.replace(":", ".")
 
 
-def read(path: Path) -> Memory:
+def read(path: Path) -> TrackerRecord:
     """Return the content of the file; that of a new tracker without a readable one."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Memory(**parse_json(path.read_text()))
-    return Memory()
+        return TrackerRecord(**parse_json(path.read_text()))
+    return TrackerRecord()
 
 
-def write(path: Path, memory: Memory) -> None:
+def write(path: Path, memory: TrackerRecord) -> None:
     """Replace the file. OSError if it cannot be written."""
     make_folder(path.parent)
     replace_file(path, (json.dumps(dataclasses.asdict(memory)) + "\n").encode())
