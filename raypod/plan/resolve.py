@@ -26,7 +26,7 @@ from raypod.plan.config import (
     TaskOptions,
     fields,
 )
-from raypod.plan.layout import CHECKPOINTS, CONFIG, is_run_folder
+from raypod.plan.layout import CHECKPOINTS, CONFIG, SEAL, is_run_folder
 from raypod.plan.pod_section import PodSection
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
 from raypod.system.command_line import nearest, show, suggestion, value_of
@@ -254,7 +254,8 @@ def read_yaml(path: Path) -> Values:
     """Return the sections of a YAML file; keys and values are not validated.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, has duplicate keys, or is not a mapping of sections.
+        ConfigError: the file cannot be read, is not YAML, has duplicate keys, or is not a mapping of sections; that of
+            a run is cut off.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -263,6 +264,10 @@ def read_yaml(path: Path) -> Values:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}{others}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not YAML: it is not a text file ({error})") from None
+    # raypod writes it with a seal, and with an end of line; who writes one by hand may omit both.
+    is_cut_off = not text.strip() or (not text.endswith("\n") and (path.parent / SEAL).exists())
+    if path.name == CONFIG and is_cut_off and _is_of_run(path.parent):
+        raise ConfigError(f"{path} is cut off, and the settings of the run are lost: restore it from a copy of the run")
     try:
         values = yaml.load(text, UniqueKeyLoader)
     except DuplicateKey as error:

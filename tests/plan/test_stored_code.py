@@ -108,6 +108,17 @@ def test_a_run_of_this_user_is_its_own_until_its_configuration_changes(make: Cal
         stored_code.check_storage({"run": {"storage_path": "s3://mine/x"}}, folder / "config.yaml", "s3://mine/xy/run")
 
 
+@pytest.mark.parametrize("kept", [0, 0.5])
+def test_a_configuration_that_is_cut_off_is_not_read_as_defaults(make: Callable[..., Plan], kept: float) -> None:
+    plan = make()
+    run_folder.create(plan)
+    path = Path(plan.run_dir) / "config.yaml"
+    content = path.read_text()
+    path.write_text(content[: int(len(content) * kept)])
+    with pytest.raises(ConfigError, match=f"^{path} is cut off, and the settings of the run are lost"):
+        load_config(path)
+
+
 def test_the_key_is_private_and_its_absence_trusts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     seal = stored_code.seal_of(b"content")
