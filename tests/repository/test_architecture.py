@@ -188,6 +188,12 @@ def test_the_documented_files_exist(page: str) -> None:
     assert [path for path in paths if not any((folder / path).exists() for folder in folders)] == []
 
 
+def test_the_tests_that_the_gate_names_exist() -> None:
+    named = re.findall(r"\btests/[\w/.*]+", (ROOT / ".ci" / "run").read_text())
+    assert len(named) > 5
+    assert [name for name in named if not list(ROOT.glob(name))] == []
+
+
 def _expanded(name: str) -> List[str]:
     """Return the names of `a{b,c}`."""
     before, brace, rest = name.partition("{")
