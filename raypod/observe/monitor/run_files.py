@@ -36,6 +36,7 @@ class RunFiles:
         self._recent = RecentEvents(_KEPT_EVENTS)
         self._placed: Dict[int, Mapping[str, Any]] = {}  # instance -> its newest start
         self._last: Dict[str, Mapping[str, Any]] = {}  # the newest event of each kind
+        self._evaluations: List[Mapping[str, Any]] = []  # of the weights that the run still has
 
     def read(self) -> Run:
         """Return the run as the files describe it. Files that are missing or damaged are skipped."""
@@ -43,7 +44,7 @@ class RunFiles:
         plan, state = _json(self.folder / PLAN), run_state.read(self.folder)
         launch = _json(self.folder / LAUNCH)
         update = self._updates[-1] if self._updates else None
-        evaluation, saved = self._last.get("evaluation_done", {}), self._last.get("checkpoint_saved", {})
+        evaluation, saved = (self._evaluations or [{}])[-1], self._last.get("checkpoint_saved", {})
         state_fields = self._state(state, launch, update.update if update else 0)
         # A folder with an exit code or a dead coordinator has no current throughput, only its mean.
         rates = flat(update) if update else {}
@@ -104,11 +105,16 @@ class RunFiles:
             records, restarted = self._events.read_records()
             if restarted:
                 self._recent, self._placed, self._last = RecentEvents(_KEPT_EVENTS), {}, {}
+                self._evaluations = []
             for record in records:
                 self._recent.append(record)
                 self._last[str(record.get("event"))] = record
+                if record.get("event") == "evaluation_done":
+                    self._evaluations = [*self._evaluations[-_KEPT_EVENTS:], record]
                 if record.get("event") in ("run_started", "repaired"):
                     self._placed = _by_instance(record.get("instances"))
+                    update = _integer(record.get("update", record.get("first_update")))
+                    self._evaluations = [each for each in self._evaluations if _integer(each.get("update")) <= update]
 
     def _specs(self, plan: Mapping[str, Any]) -> List[Mapping[str, Any]]:
         """Return the instances of the plan; after a change of the number of replicas, those that replaced them."""

@@ -128,6 +128,20 @@ def test_a_log_of_before_the_start_or_the_last_repair_has_no_last_line(folder: P
     assert shown() == [None, "epoch 2"]
 
 
+def test_an_evaluation_of_abandoned_weights_is_not_shown(folder: Path) -> None:
+    files, events = RunFiles(folder), folder / "events.jsonl"
+    shown: List[Any] = []
+    for record in (
+        *({"event": "evaluation_done", "update": update, "metrics": {"loss": update}} for update in (2, 4)),
+        {"event": "repaired", "update": 3, "instances": []},
+        {"event": "evaluation_done", "update": 4, "metrics": {"loss": 0.5}},
+        {"event": "run_started", "first_update": 0, "instances": []},
+    ):
+        append(events, {"unix_s": 4.0, **record})
+        shown.append(files.read().evaluation)
+    assert shown == [{"loss": 2}, {"loss": 4}, {"loss": 2}, {"loss": 0.5}, {}]
+
+
 def test_only_what_is_new_is_read_and_a_repeated_update_replaces(folder: Path) -> None:
     files = RunFiles(folder)
     files.read()
