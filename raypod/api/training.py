@@ -141,6 +141,11 @@ def claimed(
         plan = restore(dataclasses.replace(plan, run_dir=str(held.folder)), held, log)
         resumes = plan.config.run.resume
         plan, found = resume_point(plan, verify)
+        if found is None and not resumes and run_folder.has_lost_checkpoints(held.folder):
+            log(
+                f"warning: {plan.run_dir} has none of the checkpoints that it wrote: the interrupted run begins again "
+                "from update 0"
+            )
         if found is not None and resumes and resumes != plan.config.run.resume:
             log(
                 f"{plan.run_dir} began from {resumes} already: continuing from {found.checkpoint.path.name}; to begin "

@@ -13,7 +13,7 @@ from raypod.errors import ConfigError, RunError
 from raypod.events import EvaluationDone, UpdateDone
 from raypod.plan import layout, stored_code
 from raypod.plan.config import Config
-from raypod.plan.layout import CONFIG, EVALUATIONS, LOGS, METRICS, PLAN, SEAL, SUMMARY
+from raypod.plan.layout import CONFIG, EVALUATIONS, EVENTS, LOGS, METRICS, PLAN, SEAL, SUMMARY
 from raypod.plan.plan import Plan, default_run_dir
 from raypod.plan.resolve import run_folder_of
 from raypod.plan.tables import describe, topology_summary
@@ -201,4 +201,18 @@ def last_update(run_dir: Path) -> Optional[UpdateDone]:
 
 def measured(event_type: Type[Measured], path: Path) -> List[Measured]:
     """Return the updates or evaluations in a file of a run folder, [] without one; truncated lines are skipped."""
-    return events_in(event_type, parse_records(path.read_bytes().splitlines())) if path.is_file() else []
+    return events_in(event_type, _records(path))
+
+
+def has_lost_checkpoints(folder: Path) -> bool:
+    """Return whether the run of a folder is unfinished and has written checkpoints, of which none is left."""
+    if not run_state.is_unfinished(folder) or storage.list_checkpoints(storage.checkpoints_folder(str(folder)))[0]:
+        return False
+    try:
+        return any(each.get("event") == "checkpoint_saved" for each in _records(folder / EVENTS))
+    except OSError:
+        return False  # the start of the run says that the file cannot be read
+
+
+def _records(path: Path) -> List[Dict[str, Any]]:
+    return parse_records(path.read_bytes().splitlines()) if path.is_file() else []

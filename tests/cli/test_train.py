@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any, Callable, Dict, List
@@ -88,6 +89,20 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_and_names_lost_l
     lost = "warning: ledger.jsonl ends after update 10 and metrics.jsonl ends after update 11, before update-00000020"
     assert lost in " ".join(out.split())
     assert summary_of(whole)["weights_sha256"] == summary_of(folder)["weights_sha256"]
+
+
+def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--lr-schedule", "constant", "--model", "tiny", "--checkpoint-every", "2 updates", "--updates", "6")
+    _, folder = command(tmp_path, *flags)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, "state": "running", "exit_code": None}))
+    shutil.rmtree(folder / "checkpoints")
+    capsys.readouterr()
+    assert command(tmp_path, *flags)[0] == 0
+    line = f"raypod: warning: {folder} has none of the checkpoints that it wrote: the interrupted run begins again"
+    assert line in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
