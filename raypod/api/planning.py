@@ -189,7 +189,7 @@ def render_without_model(plan: Plan, is_verbose: bool = False) -> str:
 
 def render_with_pipeline(plan: Plan, is_verbose: bool = False) -> str:
     """Return `tables.render` as above, the pipeline if a replica has several IPUs, and the estimated memory."""
-    from raypod.training.models.memory_balance import render_memory
+    from raypod.training.models.memory_bars import render_memory
     from raypod.training.models.pipeline_table import inspect_pipeline, render_pipeline, snapshot_bytes
 
     parts = [tables.render(plan, width_of(sys.stdout), is_verbose)]
@@ -221,7 +221,7 @@ def _standby_bytes(plan: Plan) -> int:
 
 def describe_with_pipeline(plan: Plan) -> Dict[str, Any]:
     """Return `tables.describe(plan)` with the estimated memory, and the pipeline if a replica has several IPUs."""
-    from raypod.training.models.memory_balance import describe_memory
+    from raypod.training.models.memory_bars import describe_memory
     from raypod.training.models.pipeline_table import describe_pipeline, inspect_pipeline, snapshot_bytes
 
     found = _inspected(plan, inspect_pipeline)

@@ -19,7 +19,7 @@ from raypod.plan.profile_window import rounding_of, window_of
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.profile import ProfileSource, ProfileWriter
 from raypod.runtime.coordinator import coordinator
-from raypod.runtime.workers.ray_nodes import best_reading
+from raypod.runtime.workers.ray_clocks import best_reading
 from raypod.runtime.workers.scripted import ScriptedFleet
 from raypod.system import spans
 

@@ -9,7 +9,8 @@ from typing import List, NamedTuple, Sequence
 
 import pytest
 
-from raypod.system.cores import Core, HostMeter, cpus_of, divide, replica_cpus, usable_cores
+from raypod.system.cores import Core, cpus_of, divide, replica_cpus, usable_cores
+from raypod.system.usage import HostMeter
 
 
 def system(folder: Path, nodes: int, cores: int, threads: int) -> Path:

@@ -15,7 +15,7 @@ from raypod.observe.monitor.log_lines import LastLines
 from raypod.observe.monitor.model import HostFacts, Run, Usage
 from raypod.observe.monitor.run_files import RunFiles
 from raypod.observe.status import registry
-from raypod.system.cores import HostMeter
+from raypod.system.usage import HostMeter
 
 _FIRST_ANSWER_S = 2.5  # to wait for, with `wait`
 

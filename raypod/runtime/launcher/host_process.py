@@ -26,8 +26,8 @@ from raypod.runtime.launcher.records import STDERR, STDOUT, HostFacts, HostRepor
 from raypod.runtime.worker.collectives import horovod_interface, horovod_proxy, uses_installed_horovod
 from raypod.runtime.worker.horovod_proxy import HorovodProxy
 from raypod.system import emulated, horovod_address, interfaces
-from raypod.system.cores import HostMeter, cpu_seconds_of
 from raypod.system.process import cpus_of_node, script_command
+from raypod.system.usage import HostMeter, cpu_seconds_of
 
 _MEASURE_INTERVAL_S = 1.0  # of the usage of the host and of its programs
 _REAPER_S = 5.0  # bound of the reaper's end; longer than its own

@@ -14,9 +14,9 @@ from raypod.errors import CollectiveBroken, WaitTimedOut
 from raypod.events import HeartbeatReport
 from raypod.system import spans
 from raypod.system.activity_record import ActivityRecord
-from raypod.system.cores import HostMeter
 from raypod.system.emulated import telemetry
 from raypod.system.process import cpu_seconds
+from raypod.system.usage import HostMeter
 
 IDLE = "idle"
 LOADING = "loading data"

@@ -22,7 +22,7 @@ from typing import Any, Collection, Dict, List, Mapping, NamedTuple, Optional, S
 from raypod.plan.layout import CHECKPOINTS
 from raypod.system import files
 from raypod.system.files import create_folder
-from raypod.training.checkpoint import format
+from raypod.training.checkpoint import digest
 from raypod.training.checkpoint.format import Manifest, Retention
 from raypod.training.checkpoint.transfer import CheckpointReceiver
 
@@ -194,4 +194,4 @@ class CopyReceiver:
         path = self._partial / name
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        return {"size_bytes": path.stat().st_size, "sha256": format.digest_of_file(path, format.SHA256)}
+        return {"size_bytes": path.stat().st_size, "sha256": digest.digest_of_file(path, digest.SHA256)}

@@ -17,7 +17,7 @@ from typing_extensions import Protocol
 
 from raypod.errors import CheckpointDamaged
 from raypod.system.files import NewFile, new_file
-from raypod.training.checkpoint import format, storage
+from raypod.training.checkpoint import digest, storage
 from raypod.training.checkpoint.format import TENSOR_FILES, Checkpoint, FileRecord, Manifest, Retention
 
 CHUNK_BYTES = 2 << 20
@@ -147,7 +147,7 @@ def fetch(server: Server, checkpoint: Checkpoint, folder: Path, timeout_s: float
     """
     requests = Requests(server, timeout_s)
     for name, record in checkpoint.manifest.files.items():
-        hashed, size_bytes = format.new_digest(record.algorithm), 0
+        hashed, size_bytes = digest.new_digest(record.algorithm), 0
         with new_file(folder / _checked(name)) as file:
             for data in _chunks(requests, name, record):
                 file.write(data)

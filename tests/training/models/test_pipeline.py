@@ -24,7 +24,8 @@ from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.inline import InlineFleet
 from raypod.training.models import pipeline, program
-from raypod.training.models.memory_balance import render_memory, splits_by_memory
+from raypod.training.models.memory_balance import splits_by_memory
+from raypod.training.models.memory_bars import render_memory
 from raypod.training.models.pipeline import Unit
 from raypod.training.models.pipeline_table import Pipeline, describe_pipeline, inspect_pipeline, render_pipeline
 from raypod.training.tasks.registry import task_of
