@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 import warnings
 from types import ModuleType
-from typing import Optional, Sequence
+from typing import Any, Optional, Sequence
 
 _FORMER = {
     "raypod.datasets": "raypod.training.data",
@@ -18,21 +16,30 @@ _FORMER = {
     "raypod.checkpoint": "raypod.training.checkpoint",
     "raypod.trackers": "raypod.observe.trackers",
     "raypod.trained": "raypod.api.inference",
+    "raypod.commands": "raypod.cli",  # `raypod lr-range` writes its schedule into the config of its run folders
 }
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module under its former name; both names are then the same module."""
+class _Finder:
+    """Finds a module under its former name; both names are then the same module.
+
+    Not a subclass of `importlib.abc.MetaPathFinder`, whose module takes as long to import as `raypod` itself.
+    """
 
     def find_spec(
         self, fullname: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
     ) -> Optional[importlib.machinery.ModuleSpec]:
+        """Return a specification for a former name; None for other names, and for modules that do not exist."""
         name = current_name(fullname)
-        if name == fullname or importlib.util.find_spec(name) is None:
+        if name == fullname:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self)
+        import importlib.util  # only where a former name is used
+
+        loader: Any = self
+        return None if importlib.util.find_spec(name) is None else importlib.machinery.ModuleSpec(fullname, loader)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Return the module of the present name, and warn of the former one."""
         name = current_name(spec.name)
         if spec.name in _FORMER:
             text = f"{spec.name} is now {name}; the former name ends with the next version"

@@ -57,6 +57,13 @@ def test_a_former_name_is_the_same_module(monkeypatch: pytest.MonkeyPatch) -> No
     assert importlib.util.find_spec("raypod.datasets.no_such_module") is None
 
 
+def test_the_schedule_in_run_folders_of_lr_range_is_found_under_its_former_name() -> None:
+    from raypod.cli import lr_range
+
+    with pytest.warns(DeprecationWarning, match="^raypod.commands is now raypod.cli;"):
+        assert importlib.import_module("raypod.commands.lr_range") is lr_range
+
+
 def test_the_former_path_of_private_py_still_checks(tmp_path: Path, processes: None) -> None:
     program = Path(raypod.__file__).parent / "host" / "private.py"
     for folder, code in ((tmp_path / "new", 0), (Path("/tmp"), 1)):
