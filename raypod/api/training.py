@@ -122,7 +122,7 @@ def claimed(
 
     Args:
         plan: the plan.
-        log: receives lines about waits.
+        log: receives lines about waits, and about where the run begins.
         take_over: end another run that uses the folder.
         owner: of the lease that the parent process has handed over.
         verify: verify the files of the checkpoint from which the run resumes, or with whose weights it starts.

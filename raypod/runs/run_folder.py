@@ -205,8 +205,8 @@ def measured(event_type: Type[Measured], path: Path) -> List[Measured]:
 
 
 def has_lost_checkpoints(folder: Path) -> bool:
-    """Return whether the run of a folder is unfinished and has written checkpoints, of which none is left."""
-    if not run_state.is_unfinished(folder) or storage.list_checkpoints(storage.checkpoints_folder(str(folder)))[0]:
+    """Return whether an unfinished run has written checkpoints; for a folder from which none can be resumed."""
+    if not run_state.is_unfinished(folder):
         return False
     try:
         return any(each.get("event") == "checkpoint_saved" for each in _records(folder / EVENTS))

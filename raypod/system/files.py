@@ -403,8 +403,8 @@ def looked_in(path: Path) -> str:
 
 # A folder that this process has opened: nothing is written by its path once that leads to another folder, or to none.
 #
-# So it is after its disk was unmounted (`umount -l`), or the folder moved or removed. What changes files by their paths
-# calls `check` before: the functions of `files.py`, through which a run writes, do.
+# So it is after its disk was unmounted (`umount -l`), or the folder moved or removed. The functions above, through
+# which a run writes, call `check_held` first.
 
 
 class HeldFolder:

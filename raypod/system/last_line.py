@@ -18,7 +18,6 @@ _FATAL = re.compile(r"Fatal Python error: (.+)")
 _FRAME = re.compile(r"  File \"(.+)\", line (\d+) in (.+)")
 _SIGNAL = re.compile(r"\*\*\* (SIG[A-Z]+) received at .*")
 _BUS_ERROR = ": a memory-mapped file was truncated, or its disk is full or gone"
-_LONGEST = 500  # characters of the line
 
 
 class LastLine:
@@ -73,7 +72,7 @@ def last_exception(text: str) -> Optional[str]:
     for line in reversed(text.splitlines()):
         found = _OF_RAY.fullmatch(line) or _WHAT.fullmatch(line) or _TERMINATE.fullmatch(line)
         if found is not None:
-            return " ".join((found.group(1) if found.re is _OF_RAY else line).split())[:_LONGEST]
+            return " ".join((found.group(1) if found.re is _OF_RAY else line).split())[:_MAX_CHARACTERS]
     return None
 
 
@@ -87,7 +86,7 @@ def last_fault(text: str) -> Optional[str]:
             frame = next((each for each in frames if each is not None), None)
             place = f" in {frame.group(3)}, {frame.group(1)} line {frame.group(2)}" if frame else ""
             kind = f"{found.group(1)[:1].lower()}{found.group(1)[1:]}"
-            return f"{kind}{place}{_BUS_ERROR if kind == 'bus error' else ''}"[:_LONGEST]
+            return f"{kind}{place}{_BUS_ERROR if kind == 'bus error' else ''}"[:_MAX_CHARACTERS]
         signal = _SIGNAL.fullmatch(lines[index])
         if signal is not None:
             return f"signal {signal.group(1)}"

@@ -110,7 +110,7 @@ def test_usage_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     interfaces = {"lo": SimpleNamespace(bytes_recv=900, bytes_sent=900)}
     interfaces["eth0"] = SimpleNamespace(bytes_recv=5, bytes_sent=7)
     interfaces["ib0"] = SimpleNamespace(bytes_recv=10, bytes_sent=20)
-    monkeypatch.setattr("raypod.system.cores.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("raypod.system.usage.time.monotonic", lambda: now[0])
     monkeypatch.setattr("psutil.cpu_times", lambda: times[0])
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=1000, available=400))
     monkeypatch.setattr("psutil.net_io_counters", lambda **_: interfaces)

@@ -1,4 +1,4 @@
-"""The model that every replica of an instance runs: the network, its training and evaluation step, the optimizer."""
+"""The model that every replica of an instance runs: network, steps, optimizer, and the average of the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Ray session of a run: join a running cluster or start a local session, and disconnect from it."""
+"""The Ray session of a run: join a running cluster or start a local one, watch for the loss of its head, disconnect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text as packed windows of tokens, in the format of the device."""
+"""Text as packed windows of tokens in the format of the device, and the masking of tokens for BERT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizers of PopTorch with the settings of a config, and their size."""
+"""The optimizers of PopTorch with the settings of a config, their size, and which parameters are frozen."""
 
 from __future__ import annotations
 
