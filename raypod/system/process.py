@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import hashlib
 import io
 import os
@@ -22,6 +23,11 @@ _PACKAGES = ("raypod", "torch", "numpy", "ray", "poptorch", "pillow", "simplejpe
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 _NEVER = 2**31 - 1
 _SMALL_BYTES = 1 << 16
+
+# A forked child, such as a worker of a DataLoader, has copies of its parent's objects and shares its sockets. If its
+# garbage collector deletes an actor or object of Ray that the parent left in a reference cycle, Ray writes to the
+# parent's connections: the parent then waits for an answer for ever, or the raylet of the host ends.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def cpus_of_node(index: int, nodes: Path = _NUMA_NODES) -> Optional[List[int]]:

@@ -138,3 +138,27 @@ def test_the_digest_of_modules_is_that_of_their_names_and_contents(tmp_path: Pat
     (tmp_path / "b.py").touch()
     (tmp_path / "a.py").write_text("2")
     assert len({first, digest_of_modules(tmp_path)}) == 2
+
+
+_GARBAGE_AT_A_FORK = """
+import gc, os, sys
+from raypod.runtime.worker import process
+class Handle:
+    def __del__(self):
+        print("deleted by the", "parent" if os.getpid() == parent else "child", flush=True)
+gc.disable()
+parent, handle = os.getpid(), Handle()
+handle.cycle = handle
+del handle
+child = os.fork()
+if child == 0:
+    gc.collect()
+    os._exit(0)
+os.waitpid(child, 0)
+gc.collect()
+"""
+
+
+def test_a_forked_child_does_not_delete_the_garbage_of_its_parent(run_python: Callable[[str], str]) -> None:
+    """Handles of Ray in it would write to the connections of the parent."""
+    assert run_python(_GARBAGE_AT_A_FORK).split("\n")[0] == "deleted by the parent"
