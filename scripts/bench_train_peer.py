@@ -102,6 +102,7 @@ def ddp(peer: Peer, updates: int, warm_up: int) -> float:
                 peer.backward(model, batch)
         peer.optimizer.step()
     rate = peer.rate(updates, time.monotonic() - began) * dist.get_world_size()
+    del model  # freed after the process group, it sometimes never returns
     dist.destroy_process_group()
     return rate
 
