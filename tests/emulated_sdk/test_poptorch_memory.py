@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import poptorch
 import pytest
@@ -171,3 +173,40 @@ def test_a_nearly_full_ipu_is_a_warning_and_a_full_one_an_error_in_strict_mode(m
     with pytest.raises(poptorch.Error, match=r"Out of memory.*IPU 0: 110 %"):
         executor.compile(inputs)
     assert not executor.isCompiled()
+
+
+class Saves(torch.autograd.Function):
+    """The identity, which keeps a weak reference to what the graph saves."""
+
+    saved = []
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = nn.Parameter(x)  # an object that a weak reference can follow
+        Saves.saved.append(weakref.ref(ctx.kept))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_the_graph_of_the_compilation_is_released_before_the_first_call():
+    """Without a collection of reference cycles, which may come many calls later."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return poptorch.identity_loss(Saves.apply(self.layer(x)), "mean")
+
+    Saves.saved.clear()
+    training = wrapped(Model(), options(accumulation=1))
+    gc.disable()
+    try:
+        training.compile(torch.zeros(SAMPLES, WIDTH))
+        assert [reference() for reference in Saves.saved] == [None] * len(Saves.saved) != []
+    finally:
+        gc.enable()

@@ -191,16 +191,17 @@ class DeviceMode(TorchFunctionMode):
         self.is_compiling = is_compiling
         self.has_replaced = self.uses_originals = False
         self._originals = originals
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Forget the tensors of the last forward, with their graph."""
         self.marks: List[torch.Tensor] = []
         self.loss_copies: List[torch.Tensor] = []
         self.statistics: List[torch.Tensor] = []
         self.overlaps: List[Overlap] = []
 
     def __enter__(self) -> DeviceMode:
-        self._begin()
+        self.begin()
         _active.is_on_device = True
         _active.mode = self
         super().__enter__()  # type: ignore[no-untyped-call]

@@ -137,6 +137,8 @@ def trace(
             with half:
                 backward_draws = generator.has_drawn_so_far() and not is_inspection() and _backward_draws(loss)
     loss_output = _loss_output(outputs, mode)
+    overlapped = _overlapped(mode)
+    mode.begin()  # it is in a reference cycle with the recorders: the graph would use memory in the first calls, too
     return Trace(
         structure=structure,
         dtypes=[API_DTYPE.get(output.dtype, output.dtype) for output in outputs],
@@ -149,7 +151,7 @@ def trace(
         loss_output=loss_output,
         trained=trained,
         placement=place(settings.strategy.name, recorder, _sizes(scratch)),
-        overlapped=_overlapped(mode),
+        overlapped=overlapped,
         tensor_names=anchor_recorder.names,
         activations=activations.stages(len(recorder.stages())),
         changes=changes,
