@@ -65,19 +65,19 @@ class Blocks:
         else:
             self._cpu_began_s = self._mirror_cpu_s()
         self._is_on = not self._is_on
-        process = self._mirror._process if self._mirror else None
+        process = self._mirror._process.process if self._mirror else None
         assert process is not None, "the mirror has no process"
         os.kill(process.pid, signal.SIGCONT if self._is_on else signal.SIGSTOP)
         self._began_s = time.perf_counter()
 
     def resume(self) -> None:
         """Let the mirror run."""
-        process = self._mirror._process if self._mirror else None
+        process = self._mirror._process.process if self._mirror else None
         if process is not None:
             os.kill(process.pid, signal.SIGCONT)
 
     def _mirror_cpu_s(self) -> float:
-        process = self._mirror._process if self._mirror else None
+        process = self._mirror._process.process if self._mirror else None
         assert process is not None, "the mirror has no process"
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS_S
