@@ -43,7 +43,7 @@ class Blocks:
 
     def install(self) -> None:
         """Replace the handler of the mirror."""
-        handle = Mirror.handle
+        handle = Mirror.on_event
 
         def measured(mirror: Mirror, event: Any) -> None:
             self._mirror = mirror
@@ -51,7 +51,7 @@ class Blocks:
             if isinstance(event, UpdateDone):
                 self._count()
 
-        Mirror.handle = measured  # type: ignore[method-assign]
+        Mirror.on_event = measured  # type: ignore[method-assign]
 
     def _count(self) -> None:
         self._updates += 1

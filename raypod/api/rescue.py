@@ -44,10 +44,10 @@ class Rescue:
         self._plan, self._elsewhere, self._mirror, self._copies = plan, elsewhere, mirror, copies
         self._warn, self.parts = warn, []  # type: Callable[[str], None], List[Part]
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Keep copies of each checkpoint; pass on the one that is not in the run folder."""
         if not isinstance(event, CheckpointSaved) or not self._elsewhere.holds(event.path):
-            self._copies.handle(event)
+            self._copies.on_event(event)
             return
         folder = self._elsewhere.folder()
         try:

@@ -80,7 +80,7 @@ class Reporter(Protocol):
 class Recorder(Protocol):
     """What records the events of a run."""
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Record one event."""
 
 
@@ -312,9 +312,9 @@ class Training:
             self._run.claim.keep()
             if self._elsewhere.is_wanted:
                 self._run.claim.lease.on_folder_lost = self._leave_folder
-        self._view.handle(event)
+        self._view.on_event(event)
         for recorder in recorders:
-            recorder.handle(event)
+            recorder.on_event(event)
         if isinstance(event, InstanceWarned):
             self._reporter.warn(f"{event.text} (instance {event.instance}; its log: {event.log_file})")
         self._reporter.show(event)

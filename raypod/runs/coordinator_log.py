@@ -21,6 +21,6 @@ class CoordinatorLogTimes:
     def __init__(self, run_dir: Path) -> None:
         self._times = LogTimes(log_of(run_dir))
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Write a mark, unless the last one is recent."""
         self._times.mark()

@@ -59,7 +59,7 @@ class EventLog:
         self._write("process_started", {"pid": os.getpid(), "host": socket.gethostname(), **_version(), **plan})
         self._sync()
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Append an event, and the times of the calls before it if their window has ended."""
         if isinstance(event, UpdateDone):
             return

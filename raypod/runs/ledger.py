@@ -67,7 +67,7 @@ class Ledger:
         geometry = plan.geometry
         self._sizes = (geometry.num_instances, geometry.total_replicas, geometry.gradient_accumulation)
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Append the generation or the call of an event, if it has one."""
         if isinstance(event, RunStarted):
             self.begin(event.generation, event.first_update)

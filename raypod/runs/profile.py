@@ -72,7 +72,7 @@ class ProfileWriter:
             Repaired: self._add_repair,
         }
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Collect an event. Those after the window are ignored."""
         if self._is_complete and not self._is_done and not isinstance(event, UpdateDone):
             self._write()

@@ -135,7 +135,7 @@ class StateFile:
         """Publish the status endpoint of this process."""
         self._write(dataclasses.replace(self._state, status_port=port, status_token_file=token_file))
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Write what the view says after an event."""
         if not isinstance(event, (RunStarted, UpdateDone, Repaired, RunEnded)):
             return

@@ -55,7 +55,7 @@ class RunView:
         self.checkpoint: Optional[CheckpointSaved] = None
         self.evaluations: List[EvaluationDone] = list(evaluations)
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Update the state from an event."""
         if isinstance(event, UpdateDone):
             self.update, self.position = event, event.update

@@ -30,7 +30,7 @@ _FLUSH_S = 10  # seconds between flushes of the TensorBoard file
 class Sink(Protocol):
     """A file that grows with the events of a run."""
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Write an event, if the file records it."""
 
     def drop_after(self, update: int) -> None:
@@ -87,14 +87,14 @@ class Sinks:
         self._sinks: List[Sink] = []
         self._resized: Tuple[Event, ...] = ()  # before the run started
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Write an event to the files that record it."""
         if isinstance(event, RunStarted):
             try:
                 for sink in _open_sinks(self._plan, event.first_update, self._warn):
                     self._sinks.append(sink)
                     for each in (*self._resized, event):
-                        sink.handle(each)
+                        sink.on_event(each)
             except OSError as error:
                 raise RunError(f"cannot write {error.filename or self._plan.run_dir}: {error.strerror}") from None
             return
@@ -103,7 +103,7 @@ class Sinks:
         for sink in self._sinks:
             if isinstance(event, Repaired) and self._plan.config.pod.is_elastic:
                 sink.drop_after(event.update)
-            sink.handle(event)
+            sink.on_event(event)
             if isinstance(event, CheckpointBegun):  # a run that resumes from it finds every line before it
                 sink.sync()
 
@@ -150,7 +150,7 @@ class JsonLines:
         self._file = AppendOnlyFile(path, warn)
         self._file.end_line()
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Append the line of an event of the type."""
         if isinstance(event, self._event_type):
             self._file.write_line(strict_json(line_of(event)))
@@ -183,7 +183,7 @@ class LatestDetails:
         self._path, self._warn, self._is_warned = folder / TEST, warn, False
         self.drop_after(first_update or -1)
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Replace the file by the details of an evaluation. If the disk is full, the former ones stay."""
         if isinstance(event, EvaluationDone) and event.details is not None:
             content = {"update": event.update, "samples": event.samples, **event.details}
@@ -244,7 +244,7 @@ class TensorBoardWriter:
         self._writer: Any = None
         self.sync()
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Add the points of an event, if it has any."""
         points: List[Tuple[str, float, int]] = []
         if isinstance(event, UpdateDone):

@@ -40,7 +40,7 @@ class TrackerProcesses:
             if name != "tensorboard"  # which the sinks write
         ]
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Start the processes when the run has started; look for failures."""
         for each in self._processes:
             if isinstance(event, RunStarted):

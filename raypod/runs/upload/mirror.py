@@ -43,7 +43,7 @@ class Mirror:
             warn,
         )
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Start the process when the run has started, tell it about checkpoints, and look for failures."""
         mirror = self._process
         if isinstance(event, RunStarted) and self._path is not None:

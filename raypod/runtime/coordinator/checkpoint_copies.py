@@ -49,7 +49,7 @@ class CheckpointCopies:
         Args:
             plan: the plan of the run.
             fleet: its hosts.
-            warn: receives warnings, in the thread that calls `handle`.
+            warn: receives warnings, in the thread that calls `on_event`.
             print_line: receives a line about the wait at the end, likewise.
             seconds_left: returns the time until this process must end; None for no limit.
             folder: that of the copies of all runs, on every host.
@@ -72,7 +72,7 @@ class CheckpointCopies:
         self._held: List[str] = []  # the other hosts that have a copy of it
         self._failed = 0  # transfers
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Begin with the run, copy each checkpoint that is saved, and wait at the end. Called in one thread."""
         if self._copies == 1:
             return

@@ -183,7 +183,7 @@ def test_the_end_of_the_process_of_an_earlier_start_hides_nothing(
         raise SystemExit
 
     with TrackerProcesses(plan, warnings.append, 0.0) as running:
-        running.handle(RunStarted("emulated", "", 0, 1, ()))
+        running.on_event(RunStarted("emulated", "", 0, 1, ()))
         write_state(path, tracker_record.TrackerRecord("id", 5, -1, "", True))
         if code is None:  # the new one has waited for it, and cannot reach its server
             with pytest.raises(SystemExit):
@@ -235,12 +235,12 @@ def test_failures_and_the_death_of_the_coordinator(fake: Path, make: Any, monkey
     run_dir, warnings = Path(plan.run_dir), []  # type: ignore[var-annotated]
     append(run_dir / "metrics.jsonl", update(1))
     with TrackerProcesses(plan, warnings.append, 0.0) as running:
-        running.handle(RunStarted("emulated", "", 0, 1, ()))
+        running.on_event(RunStarted("emulated", "", 0, 1, ()))
         (child,) = [each.process for each in running._processes]
         assert child is not None
         assert wait_until(lambda: bool(tracker_record.read(tracker_record.path_of(run_dir, FAKE)).error))
         running._processes[0]._looked_s = 0.0
-        running.handle(PhaseBegun("training", 1))
+        running.on_event(PhaseBegun("training", 1))
         away.unlink()
         append(run_dir / "metrics.jsonl", update(2))
         assert child.stdin is not None
@@ -263,17 +263,17 @@ def test_a_tracker_whose_process_is_killed_is_started_again(fake: Path, make: An
     path = tracker_record.path_of(run_dir, FAKE)
 
     def has_recorded(number: int) -> bool:
-        running.handle(PhaseBegun("training", 1))
+        running.on_event(PhaseBegun("training", 1))
         return tracker_record.read(path).training == number
 
     with TrackerProcesses(plan, warnings.append, 0.0) as running:
-        running.handle(RunStarted("emulated", "", 0, 1, ()))
+        running.on_event(RunStarted("emulated", "", 0, 1, ()))
         assert wait_until(lambda: has_recorded(1))
         (child,) = psutil.Process().children()
         child.kill()
         append(run_dir / "metrics.jsonl", update(2))
         assert wait_until(lambda: has_recorded(2))
-        running.handle(RunEnded(2, False, "", None))
+        running.on_event(RunEnded(2, False, "", None))
     assert warnings == []
     assert steps_of(fake, "training/loss") == [1, 2]
     assert [line["opened"] for line in lines_of(fake) if "opened" in line] == [None, "first"]

@@ -38,7 +38,7 @@ class Mirrored(FakeProcesses):
 
     def __enter__(self) -> Mirrored:
         self.mirror.__enter__()
-        self.mirror.handle(STARTED)
+        self.mirror.on_event(STARTED)
         return self
 
     def __exit__(self, *arguments: Any) -> None:
@@ -49,7 +49,7 @@ class Mirrored(FakeProcesses):
         if remembered:
             write_state(self.folder / "storage.json", MirrorRecord(**remembered))
         self.now_s += after_s
-        self.mirror.handle(IDLE)
+        self.mirror.on_event(IDLE)
         return len(self.started)
 
     def stored(self) -> Dict[str, Any]:
@@ -70,7 +70,7 @@ def test_the_process_gets_the_settings_and_the_checkpoints_of_the_run(mirrored: 
     write_state(run.folder / "storage.json", before)
     with run:
         assert mirror_record.read(run.folder) == MirrorRecord("the run", "file:///remote/run")
-        run.mirror.handle(CheckpointSaved(4, "checkpoints/update-00000004", "0"))
+        run.mirror.on_event(CheckpointSaved(4, "checkpoints/update-00000004", "0"))
         write_state(run.folder / "storage.json", MirrorRecord("the run", is_complete=True))
         run.started[0].hangs = False
     (process,) = run.started
@@ -139,7 +139,7 @@ def test_the_end_of_an_earlier_process_of_the_run_hides_nothing(mirrored: Make) 
 
 def test_a_run_that_another_process_has_taken_over_is_left_at_once(mirrored: Make) -> None:
     run = mirrored()
-    run.mirror.handle(STARTED)
+    run.mirror.on_event(STARTED)
     run.mirror.__exit__(LeaseLost, LeaseLost("run", "pid 7"), None)
     assert (run.now_s, run.warnings, run.stored()) == (50.0, [], {})
     assert run.started[0].stdin.closed
@@ -152,6 +152,6 @@ def test_a_process_that_cannot_be_started_is_a_warning(mirrored: Make, monkeypat
     run = mirrored()
     monkeypatch.setattr(companion, "start_module", fail)
     with run:
-        run.mirror.handle(CheckpointSaved(4, "checkpoints/update-00000004", "0"))
+        run.mirror.on_event(CheckpointSaved(4, "checkpoints/update-00000004", "0"))
     (warning,) = run.warnings
     assert "cannot be used: its process cannot be started: Resource temporarily unavailable" in warning
