@@ -181,8 +181,8 @@ def run_blocks(folder: Path, flags: List[str]) -> int:
     blocks.install()
     record = training.Training._record
 
-    def measured_record(self: Any, event: Any, recorders: Any) -> None:
-        record(self, event, recorders)
+    def measured_record(self: Any, event: Any) -> None:
+        record(self, event)
         blocks.measure(event)
 
     training.Training._record = measured_record  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 from raypod.events import CallDone, Event, Repaired, Resized, RunStarted
 from raypod.plan.layout import LEDGER
 from raypod.plan.plan import Geometry, Plan
+from raypod.runs.callback import Sink
 from raypod.runs.growing_file import last_lines
 from raypod.system.files import AppendOnlyFile, parse_json
 
@@ -55,7 +56,7 @@ class CallRecord:
 Line = Union[GenerationStarted, CallRecord]
 
 
-class Ledger:
+class Ledger(Sink):
     """The ledger of a run folder, open for appending."""
 
     def __init__(self, plan: Plan, warn: Callable[[str], None] = lambda text: None) -> None:
@@ -91,9 +92,6 @@ class Ledger:
         position = in_epoch * geometry.global_batch_size
         count, digests = geometry.samples_per_call, dict(call.digests)
         self._write(CallRecord(self._generation, call.first_update, epoch, position, count, digests))
-
-    def drop_after(self, update: int) -> None:
-        """Drop nothing: the line of the next generation supersedes the calls after `update`."""
 
     def sync(self) -> None:
         """Flush all lines to the disk."""

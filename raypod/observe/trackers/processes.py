@@ -12,11 +12,12 @@ from raypod.observe.trackers.tracker_record import TrackerRecord, file_name
 from raypod.plan.layout import LOGS, TRACKERS
 from raypod.plan.plan import Plan
 from raypod.runs import run_state
+from raypod.runs.callback import Callback
 from raypod.runs.run_state import end_of
 from raypod.system.companion import Companion
 
 
-class TrackerProcesses:
+class TrackerProcesses(Callback):
     """The processes of the trackers of a run; a context that ends them. It records nothing by itself."""
 
     def __init__(self, plan: Plan, warn: Callable[[str], None], started_unix_s: float) -> None:
@@ -49,10 +50,7 @@ class TrackerProcesses:
         if isinstance(event, RunEnded):
             self._end = INTERRUPTED if event.interrupted else FINISHED
 
-    def __enter__(self) -> TrackerProcesses:
-        return self
-
-    def __exit__(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
+    def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: object) -> None:
         """Let the processes record the rest, and end those that need too long."""
         if error is not None:
             self._end = FAILED if end_of(error)[0] == run_state.FAILED else INTERRUPTED

@@ -13,6 +13,7 @@ from raypod.errors import LeaseLost
 from raypod.events import CheckpointSaved, Event, RunStarted
 from raypod.plan.layout import LOGS, STORAGE, SUMMARY
 from raypod.plan.plan import Plan
+from raypod.runs.callback import Callback
 from raypod.runs.upload.mirror_record import MirrorRecord
 from raypod.runs.upload.run_mirror import add_to_summary
 from raypod.system.companion import Companion, write_state
@@ -21,7 +22,7 @@ _ANSWER_S = 30.0  # for the first time
 _NAMED = 3  # names in the warning about what is not mirrored
 
 
-class Mirror:
+class Mirror(Callback):
     """The mirror of a run; a context that ends it. Without `--storage-path` it does nothing."""
 
     def __init__(self, plan: Plan, warn: Callable[[str], None], print_line: Callable[[str], None]) -> None:
@@ -55,10 +56,7 @@ class Mirror:
         if mirror.process is not None and not has_answered and time.monotonic() - mirror.started_s > _ANSWER_S:
             mirror.warn(f"has not answered for {_ANSWER_S:g} s; the run continues, and the mirror tries again")
 
-    def __enter__(self) -> Mirror:
-        return self
-
-    def __exit__(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
+    def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: object) -> None:
         """Let the process upload the rest, and end it if it needs too long."""
         try:
             if self._process.process is not None and not isinstance(error, LeaseLost):  # another one has the folder

@@ -17,6 +17,7 @@ from typing import Any, Callable, Deque, Dict, List, Optional
 from raypod.errors import CheckpointDamaged, RaypodError, summarize_exception
 from raypod.events import CheckpointSaved, Event, RunEnded, RunStarted
 from raypod.plan.plan import Plan
+from raypod.runs.callback import Callback
 from raypod.runtime.coordinator import copy_sender
 from raypod.runtime.coordinator.copy_sender import Source
 from raypod.runtime.coordinator.copy_targets import Abandoned, CopyTargets, SharedDisk
@@ -29,7 +30,7 @@ _POLL_S, _QUIET_S = 0.05, 2.0
 _FLAG = "--checkpoint-copies"
 
 
-class CheckpointCopies:
+class CheckpointCopies(Callback):
     """The copies of one run: a context that ends the thread, to be left before the fleet is closed.
 
     `run_id` is the name of the run on other hosts, once it has begun.
@@ -107,9 +108,6 @@ class CheckpointCopies:
         name = self._newest.name if self._newest else None
         counts = {"wanted": self._copies, "held": len(hosts), "failed": self._failed}
         return {"checkpoint_copies": {"run_id": self.run_id, "checkpoint": name, **counts, "hosts": hosts}}
-
-    def __enter__(self) -> CheckpointCopies:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """End the thread. A transfer in progress leaves a partial copy, which the next one on that host removes."""
