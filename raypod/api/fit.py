@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import TracebackType
 from typing import Any, Callable, Generator, Iterator, Optional, Sequence, Type, Union
 
@@ -116,7 +117,7 @@ class Stream(Iterator[Event]):
 
     def close(self) -> None:
         """End the run, if it has started and has not ended: after the current call, with a checkpoint."""
-        if self._events.gi_running:  # a callback calls this
+        if inspect.getgeneratorstate(self._events) == inspect.GEN_RUNNING:  # a callback calls this
             self.stop("the stream of events was closed")
         else:
             self._events.close()

@@ -30,8 +30,8 @@ def fit(run_dir: Path, **flags: Any) -> raypod.Result:
     return raypod.fit(run_dir=run_dir, progress=False, **{**QUICK, **flags})
 
 
-def stream(run_dir: Path, updates: int) -> Any:
-    return raypod.stream(run_dir=run_dir, updates=updates, **QUICK)
+def stream(run_dir: Path, updates: int, callbacks: Any = ()) -> Any:
+    return raypod.stream(run_dir=run_dir, updates=updates, callbacks=callbacks, **QUICK)
 
 
 def stop_after_2(event: Any) -> Any:
