@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Optional, TypeVar
 
 from raypod.events import Event, InstanceWarned
+from raypod.system.files import AppendOnlyFile
 
 C = TypeVar("C", bound="Callback")
 
@@ -38,6 +39,24 @@ class Sink(Callback):
 
     def close(self) -> None:
         """Close the file. OSError if something could not be written."""
+
+
+class LinesSink(Sink):
+    """A sink of lines, which are written immediately."""
+
+    _file: AppendOnlyFile
+
+    def sync(self) -> None:
+        """See `Sink.sync`."""
+        self._file.sync()
+
+    def copy_to(self, folder: Path) -> None:
+        """See `Callback.copy_to`."""
+        self._file.copy_to(folder / self._file.path.name)
+
+    def close(self) -> None:
+        """See `Sink.close`."""
+        self._file.close()
 
 
 class Reporter(Callback):

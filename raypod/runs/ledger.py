@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 from raypod.events import CallDone, Event, Repaired, Resized, RunStarted
 from raypod.plan.layout import LEDGER
 from raypod.plan.plan import Geometry, Plan
-from raypod.runs.callback import Sink
+from raypod.runs.callback import LinesSink
 from raypod.runs.growing_file import last_lines
 from raypod.system.files import AppendOnlyFile, parse_json
 
@@ -56,7 +56,7 @@ class CallRecord:
 Line = Union[GenerationStarted, CallRecord]
 
 
-class Ledger(Sink):
+class Ledger(LinesSink):
     """The ledger of a run folder, open for appending."""
 
     def __init__(self, plan: Plan, warn: Callable[[str], None] = lambda text: None) -> None:
@@ -92,18 +92,6 @@ class Ledger(Sink):
         position = in_epoch * geometry.global_batch_size
         count, digests = geometry.samples_per_call, dict(call.digests)
         self._write(CallRecord(self._generation, call.first_update, epoch, position, count, digests))
-
-    def sync(self) -> None:
-        """Flush all lines to the disk."""
-        self._file.sync()
-
-    def copy_to(self, folder: Path) -> None:
-        """Copy the file into another run folder, with what its own disk does not take. OSError as from the disk."""
-        self._file.copy_to(folder / LEDGER)
-
-    def close(self) -> None:
-        """Close the file. OSError if lines could not be written."""
-        self._file.close()
 
     def _write(self, line: Line) -> None:
         self._file.write_line(json.dumps(vars(line)))  # `asdict` would copy every digest

@@ -15,7 +15,7 @@ from raypod.plan import user_code
 from raypod.plan.config import Config
 from raypod.plan.layout import EVALUATIONS, METRICS, TENSORBOARD, TEST
 from raypod.plan.plan import Plan
-from raypod.runs.callback import Callback, Sink
+from raypod.runs.callback import Callback, LinesSink, Sink
 from raypod.runs.growing_file import last_lines
 from raypod.runs.ledger import Ledger
 from raypod.runs.lines import line_of, traces_of
@@ -108,7 +108,7 @@ class Sinks(Callback):
             )
 
 
-class JsonLines(Sink):
+class JsonLines(LinesSink):
     """A file with one line per event of a type (`metrics.jsonl`, `evaluations.jsonl`), written immediately."""
 
     def __init__(
@@ -139,18 +139,6 @@ class JsonLines(Sink):
                 _keep_until(self._file.path, update)
                 before, self._file = self._file, AppendOnlyFile(self._file.path, self._warn)
                 before.close()
-
-    def sync(self) -> None:
-        """Flush all lines to the disk, if there is space."""
-        self._file.sync()
-
-    def copy_to(self, folder: Path) -> None:
-        """See `Callback.copy_to`."""
-        self._file.copy_to(folder / self._file.path.name)
-
-    def close(self) -> None:
-        """Close the file. OSError if lines could not be written."""
-        self._file.close()
 
 
 class LatestDetails(Sink):

@@ -95,7 +95,7 @@ class Companion(Generic[S]):
             return
         self._looked_s, has_died = now_s, self._has_died()
         self.state = read_state(self.folder / self.state_file, self.state)
-        error = self.state.error or ("its process ends again and again" if has_died and self._starts > 1 else "")
+        error = self.state.error or ("its process ends repeatedly" if has_died and self._starts > 1 else "")
         if error:
             self.warn(f"fails: {error}; the run continues, and the {self.kind} tries again")
         if has_died and now_s - self.started_s > _RESTART_S[min(self._starts, len(_RESTART_S)) - 1]:

@@ -125,7 +125,7 @@ def test_a_process_that_dies_is_started_again_less_and_less_often(mirrored: Make
         run.started[-1].code = 75
     assert len(run.started) == 7, "once more for what is left at the end"
     assert len(run.warnings) == 1
-    words = f"fails: {error or 'its process ends again and again'}; the run continues, and the mirror tries again"
+    words = f"fails: {error or 'its process ends repeatedly'}; the run continues, and the mirror tries again"
     assert words in run.warnings[0]
 
 
