@@ -73,7 +73,7 @@ def measure(instances: int, updates: int) -> Tuple[float, float, float]:
             at_s = []  # when each update was done, without the time of the reports
             for event in coordinator.run(plan, fleet, metrics):
                 for recorder in (sinks, status, log):
-                    recorder.handle(event)
+                    recorder.on_event(event)
                 if isinstance(event, UpdateDone):
                     at_s.append(time.perf_counter() - fleet.reporting_s)
             seconds = (at_s[-1] - at_s[0]) / (updates - 1)

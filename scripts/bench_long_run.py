@@ -23,6 +23,7 @@ from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
 from raypod.runs import ledger, run_folder
+from raypod.runs.callback import Reporter
 from raypod.runs.sinks import JsonLines
 from raypod.runtime.coordinator.stop import Stop
 from raypod.runtime.workers.scripted import ScriptedFleet
@@ -58,7 +59,7 @@ def train(plan: Plan, step: int) -> None:
     print("|---|---|---|---|---|")
     began_s, folder = time.perf_counter(), Path(plan.run_dir)
     with training.claimed(plan, print) as run:
-        for event in training.Training(run, training.LogReporter(), Stop()).events():
+        for event in training.Training(run, Reporter(), Stop()).events():
             if isinstance(event, UpdateDone) and event.update % step == 0:
                 per_update = 1e6 * (time.perf_counter() - began_s) / step
                 sizes = " | ".join(

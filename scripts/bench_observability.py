@@ -79,7 +79,7 @@ def costs(instances: int) -> List[float]:
         plan = make_plan(config, LOCAL, facts_of(config), f"{folder}/run")
         status = RunStatus(plan, lambda: beats)
         with EventLog(Path(folder), {}) as log:
-            handlers: List[Callable[[Any], None]] = [status.handle, log.handle]
+            handlers: List[Callable[[Any], None]] = [status.on_event, log.on_event]
             per_update = [1e6 * cpu_s(handle, events) / _UPDATES for handle in handlers]
         polls: List[Callable[[Any], Any]] = [
             lambda _: strict_json(status.snapshot()),
@@ -123,7 +123,7 @@ class Blocks:
     def install(self) -> None:
         """Replace the methods."""
         for recorder in (RunStatus, EventLog):
-            recorder.handle = self._in_every_other_block(recorder.handle)  # type: ignore[method-assign,assignment]
+            recorder.on_event = self._in_every_other_block(recorder.on_event)  # type: ignore[method-assign,assignment]
         answer = http.server.BaseHTTPRequestHandler.handle
 
         def measured_answer(handler: Any) -> None:
@@ -181,8 +181,8 @@ def run_blocks(folder: Path, flags: List[str]) -> int:
     blocks.install()
     record = training.Training._record
 
-    def measured_record(self: Any, event: Any, recorders: Any) -> None:
-        record(self, event, recorders)
+    def measured_record(self: Any, event: Any) -> None:
+        record(self, event)
         blocks.measure(event)
 
     training.Training._record = measured_record  # type: ignore[method-assign]

@@ -43,7 +43,7 @@ class Blocks:
 
     def install(self) -> None:
         """Replace the handler of the mirror."""
-        handle = Mirror.handle
+        handle = Mirror.on_event
 
         def measured(mirror: Mirror, event: Any) -> None:
             self._mirror = mirror
@@ -51,7 +51,7 @@ class Blocks:
             if isinstance(event, UpdateDone):
                 self._count()
 
-        Mirror.handle = measured  # type: ignore[method-assign]
+        Mirror.on_event = measured  # type: ignore[method-assign]
 
     def _count(self) -> None:
         self._updates += 1
@@ -65,19 +65,19 @@ class Blocks:
         else:
             self._cpu_began_s = self._mirror_cpu_s()
         self._is_on = not self._is_on
-        process = self._mirror._process if self._mirror else None
+        process = self._mirror._process.process if self._mirror else None
         assert process is not None, "the mirror has no process"
         os.kill(process.pid, signal.SIGCONT if self._is_on else signal.SIGSTOP)
         self._began_s = time.perf_counter()
 
     def resume(self) -> None:
         """Let the mirror run."""
-        process = self._mirror._process if self._mirror else None
+        process = self._mirror._process.process if self._mirror else None
         if process is not None:
             os.kill(process.pid, signal.SIGCONT)
 
     def _mirror_cpu_s(self) -> float:
-        process = self._mirror._process if self._mirror else None
+        process = self._mirror._process.process if self._mirror else None
         assert process is not None, "the mirror has no process"
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS_S

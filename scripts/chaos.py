@@ -91,8 +91,8 @@ def events_of(
         sinks = stack.enter_context(Sinks(plan))
         events = stack.enter_context(contextlib.closing(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0))))
         for event in events:
-            sinks.handle(event)
-            mirror.handle(event)
+            sinks.on_event(event)
+            mirror.on_event(event)
             found.append(event)
             show(event)
             is_whole = is_whole or isinstance(event, Repaired)

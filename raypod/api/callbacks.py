@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, Iterable, List, Tuple, Union, get_args
 
 from raypod.errors import ConfigError
 from raypod.events import Event
+from raypod.runs.callback import Callback
 from raypod.system.command_line import suggestion
 
 Handler = Callable[[Any], Any]
@@ -31,27 +32,26 @@ _METHODS: Dict[str, Tuple[type, ...]] = {_method_of(kind): (kind,) for kind in g
 _METHODS["on_event"] = get_args(Event)
 
 
-class Callbacks:
-    """Passes events to callbacks, in their order."""
+class Callbacks(Callback):
+    """Passes events to the callbacks of the user, in their order."""
 
-    def __init__(self, callbacks: Union[Handler, Iterable[Any]]) -> None:
-        """`callbacks`: one callback or several. See `raypod.fit`.
+    def __init__(self, callbacks: Union[Handler, Iterable[Any]], stop: Callable[[str], None]) -> None:
+        """`callbacks`: one callback or several, see `raypod.fit`; `stop` ends the run.
 
         Raises:
             ConfigError: an object is no callback, or has a method `on_...` that is not the one of an event.
         """
         each = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+        self._stop = stop
         self._handlers: List[Tuple[Tuple[type, ...], Handler, str]] = []
         for callback in each:
             self._handlers += _handlers_of(callback)
 
-    def handle(self, event: Event) -> str:
-        """Pass an event to the callbacks; return the name of the first one that requests a stop, else ""."""
-        stopped_by = ""
+    def on_event(self, event: Event) -> None:
+        """Pass an event to the callbacks."""
         for kinds, handler, name in self._handlers:
             if isinstance(event, kinds) and handler(event) is STOP:
-                stopped_by = stopped_by or name
-        return stopped_by
+                self._stop(f"the callback {name} requested it")
 
 
 def _handlers_of(callback: Any) -> Iterable[Tuple[Tuple[type, ...], Handler, str]]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from types import TracebackType
 from typing import Any, Callable, Generator, Iterator, Optional, Sequence, Type, Union
 
 from raypod.api.callbacks import Callbacks
 from raypod.api.request import ConfigLike, PathLike, TaskLike, plan_of, process_kept
 from raypod.api.result import Interrupted, Result
-from raypod.api.training import LogReporter, Reporter, Training, claimed
+from raypod.api.training import Training, claimed
 from raypod.errors import RunError
 from raypod.events import Event
 from raypod.plan.plan import Plan
+from raypod.runs.callback import Reporter
 from raypod.runs.progress import Progress
 from raypod.runtime.coordinator.stop import Stop
 
@@ -87,9 +89,8 @@ class Stream(Iterator[Event]):
 
     def __init__(self, plan: Plan, callbacks: CallbacksLike, progress: bool, take_over: bool = False) -> None:
         self._plan, self._take_over = plan, take_over
-        self._callbacks = Callbacks(callbacks)
-        self._shows_progress = progress
-        self._stop = Stop()
+        self._stop, self._shows_progress = Stop(), progress
+        self._callbacks = Callbacks(callbacks, self.stop)
         self._events = self._run()
         self._error: Optional[BaseException] = None
         self._result: Optional[Result] = None
@@ -102,21 +103,13 @@ class Stream(Iterator[Event]):
 
     def __next__(self) -> Event:
         try:
-            event = next(self._events)
+            return next(self._events)
         except StopIteration:
             self._end()
             raise
         except BaseException as error:
             self._error = self._error or error
             raise
-        try:
-            stopped_by = self._callbacks.handle(event)
-        except BaseException:
-            self.close()
-            raise
-        if stopped_by:
-            self.stop(f"the callback {stopped_by} requested it")
-        return event
 
     def stop(self, cause: str = "the caller requested it") -> None:
         """Request the end of the run after the current call of the device, with a checkpoint; take the last events."""
@@ -124,7 +117,10 @@ class Stream(Iterator[Event]):
 
     def close(self) -> None:
         """End the run, if it has started and has not ended: after the current call, with a checkpoint."""
-        self._events.close()
+        if inspect.getgeneratorstate(self._events) == inspect.GEN_RUNNING:  # a callback calls this
+            self.stop("the stream of events was closed")
+        else:
+            self._events.close()
 
     def result(self) -> Result:
         """Take all remaining events, and return the result.
@@ -149,11 +145,11 @@ class Stream(Iterator[Event]):
         self.close()
 
     def _run(self) -> Generator[Event, None, None]:
-        reporter: Reporter = LogReporter()
+        reporter = Reporter()
         with process_kept(), claimed(self._plan, reporter.print_line, self._take_over) as run:
             if self._shows_progress:
                 reporter = Progress(run.plan)
-            training = Training(run, reporter, self._stop)
+            training = Training(run, reporter, self._stop, callbacks=self._callbacks)
             try:
                 yield from training.events()
             except GeneratorExit:  # the run has ended, and its files are written

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Callable, List, Optional
-
-from typing_extensions import Protocol
+from typing import Callable, List, Optional, Sequence
 
 from raypod.errors import RaypodError
 from raypod.events import CheckpointSaved, Event
 from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.runs import run_folder
+from raypod.runs.callback import Callback
 from raypod.runs.upload.mirror import Mirror
 from raypod.runtime.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.runtime.coordinator.kept_state import Elsewhere
@@ -24,30 +23,25 @@ from raypod.system.command_line import shortened
 from raypod.system.files import replace_file, strict_json
 
 
-class Part(Protocol):
-    """What writes a file of the run folder."""
-
-    def copy_to(self, folder: Path) -> None:
-        """Copy the file into another run folder. OSError if that fails."""
-
-
-class Rescue:
-    """Passes the newest state of a run on; a recorder of events, in place of `copies`.
-
-    Attributes:
-        parts: write the files of the run folder.
-    """
+class Rescue(Callback):
+    """Passes the newest state of a run on; in place of `copies`. The `callbacks` write the files of the run folder."""
 
     def __init__(
-        self, plan: Plan, elsewhere: Elsewhere, mirror: Mirror, copies: CheckpointCopies, warn: Callable[[str], None]
+        self,
+        plan: Plan,
+        elsewhere: Elsewhere,
+        mirror: Mirror,
+        copies: CheckpointCopies,
+        warn: Callable[[str], None],
+        callbacks: Sequence[Callback],
     ) -> None:
         self._plan, self._elsewhere, self._mirror, self._copies = plan, elsewhere, mirror, copies
-        self._warn, self.parts = warn, []  # type: Callable[[str], None], List[Part]
+        self._warn, self._callbacks = warn, callbacks
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Keep copies of each checkpoint; pass on the one that is not in the run folder."""
         if not isinstance(event, CheckpointSaved) or not self._elsewhere.holds(event.path):
-            self._copies.handle(event)
+            self._copies.on_event(event)
             return
         folder = self._elsewhere.folder()
         try:
@@ -62,8 +56,8 @@ class Rescue:
 
     def _write_files(self, folder: Path) -> None:
         run_folder.create(dataclasses.replace(self._plan, run_dir=str(folder)))
-        for part in self.parts:
-            part.copy_to(folder)
+        for each in reversed(self._callbacks):
+            each.copy_to(folder)
         run_id: Optional[str] = self._copies.run_id
         if run_id:
             replace_file(folder / layout.COPIES, (strict_json({"run_id": run_id}) + "\n").encode())

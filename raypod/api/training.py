@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import time
 from pathlib import Path
-from typing import Generator, Iterator, List, Optional, Sequence, Tuple
-
-from typing_extensions import Protocol
+from typing import ContextManager, Generator, Iterator, List, Optional, Tuple
 
 from raypod.api import planning
-from raypod.api.rescue import Part, Rescue
+from raypod.api.rescue import Rescue
 from raypod.errors import (
     ConfigError,
     DataUnreadable,
@@ -26,7 +23,6 @@ from raypod.errors import (
 from raypod.events import (
     CheckpointBegun,
     Event,
-    InstanceWarned,
     PhaseBegun,
     RunStarted,
 )
@@ -39,12 +35,12 @@ from raypod.plan.plan import Plan
 from raypod.plan.profile_window import rounding_of, window_of
 from raypod.plan.tables import topology_summary
 from raypod.runs import claim, origin, run_folder, run_state, verify_data
+from raypod.runs.callback import Callback, Reporter
 from raypod.runs.coordinator_log import CoordinatorLogTimes
 from raypod.runs.event_log import EventLog, restarts_in
 from raypod.runs.lease_file import Log
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.profile import ProfileSource, ProfileWriter
-from raypod.runs.run_view import RunView
 from raypod.runs.sinks import Sinks
 from raypod.runs.upload.mirror import Mirror
 from raypod.runs.upload.restore import restore
@@ -56,53 +52,6 @@ from raypod.runtime.workers.choice import fleet_for
 from raypod.runtime.workers.fleet import Fleet
 from raypod.system.abort import on_abort
 from raypod.training.checkpoint import resume, weights_file
-
-
-class Reporter(Protocol):
-    """What shows a run to the user: `record.progress.Progress`, or `LogReporter`."""
-
-    def begin(self) -> None:
-        """Show the plan, before anything is started."""
-
-    def show(self, event: Event) -> None:
-        """Show one event."""
-
-    def warn(self, text: str) -> None:
-        """Show a warning."""
-
-    def print_line(self, text: str) -> None:
-        """Show a line, for example about a wait."""
-
-    def close(self) -> None:
-        """End the display."""
-
-
-class Recorder(Protocol):
-    """What records the events of a run."""
-
-    def handle(self, event: Event) -> None:
-        """Record one event."""
-
-
-class LogReporter:
-    """Shows nothing of a run except its warnings, which go to the logger `raypod`."""
-
-    def begin(self) -> None:
-        """See `Reporter.begin`."""
-
-    def show(self, event: Event) -> None:
-        """See `Reporter.show`."""
-
-    def warn(self, text: str) -> None:
-        """See `Reporter.warn`."""
-        logging.getLogger("raypod").warning("%s", text)
-
-    def print_line(self, text: str) -> None:
-        """See `Reporter.print_line`."""
-        logging.getLogger("raypod").info("%s", text)
-
-    def close(self) -> None:
-        """See `Reporter.close`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,55 +133,99 @@ def resume_point(plan: Plan, verify: bool = True) -> Tuple[Plan, Optional[resume
 class Training:
     """Runs a claimed plan, and records it in its folder."""
 
-    def __init__(self, run: Claimed, reporter: Reporter, stop: Stop, started_at_s: Optional[float] = None) -> None:
-        """`started_at_s` is the monotonic time from which the times of the run count; default: now."""
-        self._run, self._reporter, self._stop = run, reporter, stop
+    def __init__(
+        self,
+        run: Claimed,
+        reporter: Reporter,
+        stop: Stop,
+        started_at_s: Optional[float] = None,
+        callbacks: Optional[Callback] = None,
+    ) -> None:
+        """`started_at_s` is the monotonic time from which the times of the run count; default: now.
+
+        `callbacks` are those of the user.
+        """
+        self._run, self._reporter, self._stop, self._user = run, reporter, stop, callbacks or Callback()
         resumed = run.found.checkpoint if run.found else None
         self._known = run_folder.evaluations_until(run.plan, resumed.update if resumed else 0)
         self._restarts_before = restarts_in(run.claim.folder)
-        self._view = RunView(run.plan, self._known)
         self._started_at_s = time.monotonic() if started_at_s is None else started_at_s
-        self._started_unix_s = time.time() - (time.monotonic() - self._started_at_s)
         self.metrics = MetricsAggregator(run.plan, self._started_at_s)
         self._elsewhere = Elsewhere(run.plan)
+        self._callbacks: List[Callback] = []
 
     def events(self) -> Generator[Event, None, None]:
         """Yield the events of the run, and write its files: after the last event `summary.json` and `report.html`.
 
-        If the generator is closed before its end, the run stops after the current call, with a checkpoint.
+        If the generator is closed before its end, or a callback of the user fails, the run stops after the current
+        call, with a checkpoint.
         """
         plan, lease, is_closed = self._run.plan, self._run.claim.lease, False
+        failure: Optional[BaseException] = None
         self._stop.configure(plan.config.run)
         run_folder.create(plan)
         self._run.claim.note_written()
         with contextlib.ExitStack() as stack:
             stack.enter_context(deadline_of(self._stop))
             stack.enter_context(on_abort(lambda error: lease.abandon()))
-            mirror = stack.enter_context(Mirror(plan, self._reporter.warn, self._reporter.print_line))
-            trackers = stack.enter_context(TrackerProcesses(plan, self._reporter.warn, self._started_unix_s))
-            stack.push(self._show_way_on)
-            stack.push(self._write_report)  # the last step before that of the trackers: it reads the other files
-            fleet = fleet_for(plan, self._reporter.print_line)
-            status = self._view = RunStatus(plan, fleet.heartbeats, self._known)
-            warn, print_line = self._reporter.warn, self._reporter.print_line
-            copies = CheckpointCopies(plan, fleet, warn, print_line, self._stop.seconds_left)
-            rescue = Rescue(plan, self._elsewhere, mirror, copies, warn)
-            recorders = [*self._recorders(fleet, status, stack, rescue.parts), trackers, mirror, rescue]
-            with self._opened(fleet, copies) as (events, sinks):
-                rescue.parts.append(sinks)
-                for event in self._checked(events):
-                    self._record(event, [sinks, *recorders])
-                    if is_closed:
-                        continue
-                    try:
-                        yield event
-                    except GeneratorExit:  # from here on the generator must not yield
-                        is_closed = True
-                        self._stop.request("the stream of events was closed")
-            lease.check_folder()
-            more = copies.summary()
-            before = self._restarts_before
-            run_folder.write_summary(plan, self.metrics, self._view, more, before)
+            parts, events = self._parts(fleet_for(plan, self._reporter.print_line))
+            self._callbacks += [each for each in parts if isinstance(each, Callback)]
+            for part in reversed(parts):
+                stack.enter_context(part)
+            self._show_notes()
+            for event in self._checked(events):
+                self._record(event)
+                if is_closed:
+                    continue
+                try:
+                    self._user.on_event(event)
+                    yield event
+                except BaseException as error:  # noqa: BLE001 - from here on the generator must not yield
+                    is_closed, failure = True, None if isinstance(error, GeneratorExit) else error
+                    self._stop.request("the stream of events was closed")
+        if failure is not None:
+            raise failure
+
+    def _parts(self, fleet: Fleet) -> Tuple[List[ContextManager[object]], coordinator.Events]:
+        """Return what follows the run, and the events of its coordinator.
+
+        All are contexts, entered last to first, and left first to last: the mirror sees all files. Those that are
+        callbacks get each event, first to last; those of the user come after them.
+        """
+        plan, folder, lease, stop = self._run.plan, self._run.claim.folder, self._run.claim.lease, self._stop
+        reporter, warn, print_line = self._reporter, self._reporter.warn, self._reporter.print_line
+        status = self._view = RunStatus(plan, fleet.heartbeats, self._known)
+        copies = CheckpointCopies(plan, fleet, warn, print_line, stop.seconds_left)
+        mirror = Mirror(plan, warn, print_line)
+        resumed = self._run.found.checkpoint if self._run.found else None
+        known, elsewhere = self._known, self._elsewhere
+        events = coordinator.run(plan, fleet, self.metrics, resumed, known, stop, copies, elsewhere)
+        fleet.export_metrics(lambda: prometheus.started_families(status), prometheus.run_label(plan.run_dir))
+        metrics = cached_route(lambda: prometheus.scrape_response(status))
+        routes = {"/status": snapshot_route(status.snapshot), "/metrics": metrics}
+        state = run_state.StateFile(folder, status, stop.exit_code)
+        window, source = window_of(plan), ProfileSource(fleet.clocks, lambda: fleet.call("take_profile"))
+        started_unix_s = time.time() - (time.monotonic() - self._started_at_s)
+        conclusion = contextlib.ExitStack()
+        conclusion.push(self._show_way_on)
+        conclusion.push(self._write_report)
+        return [
+            lease.interrupting(),
+            contextlib.closing(events),
+            status,
+            Sinks(plan, warn),
+            reporter,
+            self._summarized(copies),
+            *([ProfileWriter(plan, window, source, warn, self._started_at_s)] if window is not None else []),
+            EventLog(folder, {"total_updates": plan.total_updates, **topology_summary(plan)}, warn),
+            served(routes, folder, plan.config.run.status_port, state),
+            CoordinatorLogTimes(folder),
+            state,
+            Rescue(plan, elsewhere, mirror, copies, warn, self._callbacks),
+            conclusion,
+            TrackerProcesses(plan, warn, started_unix_s),
+            mirror,
+        ], events
 
     def _checked(self, events: coordinator.Events) -> Iterator[Event]:
         """Yield the events, and check the run folder; a lost one is thrown into them before something is begun in it.
@@ -257,67 +250,32 @@ class Training:
                     continue
             yield event
 
-    def _recorders(
-        self, fleet: Fleet, status: RunStatus, stack: contextlib.ExitStack, parts: List[Part]
-    ) -> Iterator[Recorder]:
-        """Open what shows the run to other processes: `state.json`, the status endpoint and `events.jsonl`.
-
-        `parts` gets the writers of the two files.
-        """
-        plan, folder = self._run.plan, self._run.claim.folder
-        state = stack.enter_context(run_state.StateFile(folder, status, self._stop.exit_code))
-        parts.append(state)
-        yield state
-        yield CoordinatorLogTimes(folder)
-        fleet.export_metrics(lambda: prometheus.started_families(status), prometheus.run_label(plan.run_dir))
-        metrics = cached_route(lambda: prometheus.scrape_response(status))
-        routes = {"/status": snapshot_route(status.snapshot), "/metrics": metrics}
-        stack.enter_context(served(routes, folder, plan.config.run.status_port, state))
-        counts = {"total_updates": plan.total_updates, **topology_summary(plan)}
-        log = stack.enter_context(EventLog(folder, counts, self._reporter.warn))
-        parts.append(log)
-        yield log
-        window = window_of(plan)
-        if window is not None:
-            source = ProfileSource(fleet.clocks, lambda: fleet.call("take_profile"))
-            warn, started_at_s = self._reporter.warn, self._started_at_s
-            yield stack.enter_context(ProfileWriter(plan, window, source, warn, started_at_s))
-
-    @contextlib.contextmanager
-    def _opened(self, fleet: Fleet, copies: CheckpointCopies) -> Iterator[Tuple[coordinator.Events, Sinks]]:
-        """Yield the events of the coordinator, and the files that record them."""
+    def _show_notes(self) -> None:
+        """Show what the user should know before the run starts."""
         plan, found, reporter = self._run.plan, self._run.found, self._reporter
-        reporter.begin()
         rounding = rounding_of(plan)
         if rounding is not None:
             reporter.print_line(rounding)
-        resumed = found.checkpoint if found else None
         for damaged in found.damaged if found else ():
-            reporter.warn(f"{damaged}; resuming from {resumed.path.name if resumed else ''}")
-        lost = verify_data.lost_lines(plan, resumed) if resumed else None
+            reporter.warn(f"{damaged}; resuming from {found.checkpoint.path.name if found else ''}")
+        lost = verify_data.lost_lines(plan, found.checkpoint) if found else None
         if lost is not None:
             reporter.warn(lost)
-        with contextlib.ExitStack() as stack:
-            stack.callback(reporter.close)
-            sinks = stack.enter_context(Sinks(plan, reporter.warn))
-            events = coordinator.run(
-                plan, fleet, self.metrics, resumed, self._known, self._stop, copies, self._elsewhere
-            )
-            stack.enter_context(contextlib.closing(events))
-            stack.enter_context(self._run.claim.lease.interrupting())
-            yield events, sinks
 
-    def _record(self, event: Event, recorders: Sequence[Recorder]) -> None:
+    @contextlib.contextmanager
+    def _summarized(self, copies: CheckpointCopies) -> Iterator[None]:
+        """Write `summary.json` after a run that has ended without an error."""
+        yield
+        self._run.claim.lease.check_folder()
+        run_folder.write_summary(self._run.plan, self.metrics, self._view, copies.summary(), self._restarts_before)
+
+    def _record(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._run.claim.keep()
             if self._elsewhere.is_wanted:
                 self._run.claim.lease.on_folder_lost = self._leave_folder
-        self._view.handle(event)
-        for recorder in recorders:
-            recorder.handle(event)
-        if isinstance(event, InstanceWarned):
-            self._reporter.warn(f"{event.text} (instance {event.instance}; its log: {event.log_file})")
-        self._reporter.show(event)
+        for callback in self._callbacks:
+            callback.on_event(event)
 
     def _leave_folder(self, lost: FolderLost) -> None:
         """End the calls in progress: then the state is saved elsewhere. Called in the thread of the lease."""

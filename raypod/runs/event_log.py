@@ -22,6 +22,7 @@ from raypod.errors import ConfigError, LeaseLost, RunError
 from raypod.events import CallDone, CheckpointBegun, EvaluationDone, Event, UpdateDone
 from raypod.plan.layout import EVENTS
 from raypod.runs.call_times import CallTimesLog
+from raypod.runs.callback import Callback
 from raypod.runs.growing_file import parse_records
 from raypod.runs.run_state import end_of
 from raypod.system.abort import on_abort
@@ -31,7 +32,7 @@ _SYNC_INTERVAL_S = 60.0
 _PAIRS = ("seconds", "versions")  # fields that hold (name, value) pairs if they are tuples; objects in JSON
 
 
-class EventLog:
+class EventLog(Callback):
     """The event log of a run folder, open for appending.
 
     Its first line is `process_started`. It is flushed to disk with each checkpoint, and once per minute. Leaving the
@@ -39,27 +40,12 @@ class EventLog:
     """
 
     def __init__(self, run_dir: Path, plan: Dict[str, Any], warn: Callable[[str], None] = lambda text: None) -> None:
-        """Open the log.
-
-        Args:
-            run_dir: the run folder.
-            plan: facts about the plan for the first line.
-            warn: gets one line when the disk begins to fail.
-
-        Raises:
-            ConfigError: it cannot be opened.
-        """
-        try:
-            self._file = AppendOnlyFile(run_dir / EVENTS, warn)
-        except OSError as error:
-            raise ConfigError(f"cannot write {run_dir / EVENTS}: {error.strerror}") from None
-        self._file.end_line()
+        """`plan` are facts for the first line; `warn` gets one line when the disk begins to fail."""
+        self._path, self._plan, self._warn = run_dir / EVENTS, plan, warn
         self._call_times = CallTimesLog()
         self._stack = contextlib.ExitStack()
-        self._write("process_started", {"pid": os.getpid(), "host": socket.gethostname(), **_version(), **plan})
-        self._sync()
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Append an event, and the times of the calls before it if their window has ended."""
         if isinstance(event, UpdateDone):
             return
@@ -76,10 +62,19 @@ class EventLog:
         self._file.copy_to(folder / EVENTS)
 
     def __enter__(self) -> EventLog:
+        """Open the log. ConfigError if that fails."""
+        try:
+            self._file = AppendOnlyFile(self._path, self._warn)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self._path}: {error.strerror}") from None
+        self._file.end_line()
+        own = {"pid": os.getpid(), "host": socket.gethostname(), **_version()}
+        self._write("process_started", {**own, **self._plan})
+        self._sync()
         self._stack.enter_context(on_abort(self._write_end))
         return self
 
-    def __exit__(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
+    def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: object) -> None:
         self._stack.close()
         self._write_end(error)
         try:

@@ -15,6 +15,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 from raypod.events import CallDone, Event, Repaired, Resized, RunStarted
 from raypod.plan.layout import LEDGER
 from raypod.plan.plan import Geometry, Plan
+from raypod.runs.callback import LinesSink
 from raypod.runs.growing_file import last_lines
 from raypod.system.files import AppendOnlyFile, parse_json
 
@@ -55,7 +56,7 @@ class CallRecord:
 Line = Union[GenerationStarted, CallRecord]
 
 
-class Ledger:
+class Ledger(LinesSink):
     """The ledger of a run folder, open for appending."""
 
     def __init__(self, plan: Plan, warn: Callable[[str], None] = lambda text: None) -> None:
@@ -67,7 +68,7 @@ class Ledger:
         geometry = plan.geometry
         self._sizes = (geometry.num_instances, geometry.total_replicas, geometry.gradient_accumulation)
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Append the generation or the call of an event, if it has one."""
         if isinstance(event, RunStarted):
             self.begin(event.generation, event.first_update)
@@ -91,21 +92,6 @@ class Ledger:
         position = in_epoch * geometry.global_batch_size
         count, digests = geometry.samples_per_call, dict(call.digests)
         self._write(CallRecord(self._generation, call.first_update, epoch, position, count, digests))
-
-    def drop_after(self, update: int) -> None:
-        """Drop nothing: the line of the next generation supersedes the calls after `update`."""
-
-    def sync(self) -> None:
-        """Flush all lines to the disk."""
-        self._file.sync()
-
-    def copy_to(self, folder: Path) -> None:
-        """Copy the file into another run folder, with what its own disk does not take. OSError as from the disk."""
-        self._file.copy_to(folder / LEDGER)
-
-    def close(self) -> None:
-        """Close the file. OSError if lines could not be written."""
-        self._file.close()
 
     def _write(self, line: Line) -> None:
         self._file.write_line(json.dumps(vars(line)))  # `asdict` would copy every digest

@@ -28,6 +28,7 @@ from raypod.events import (
 )
 from raypod.plan.layout import PROFILE
 from raypod.plan.plan import Plan
+from raypod.runs.callback import Callback
 from raypod.runs.event_log import event_name, fields_of
 from raypod.runs.trace import COORDINATOR, Trace, in_sequence, merged
 from raypod.system.files import parse_json, replace_file, strict_json
@@ -45,7 +46,7 @@ class ProfileSource:
     take: Callable[[], List[ProcessSpans]]
 
 
-class ProfileWriter:
+class ProfileWriter(Callback):
     """Collects the profile from the events of a run, and writes it. A context: its end writes what there is."""
 
     def __init__(
@@ -72,7 +73,7 @@ class ProfileWriter:
             Repaired: self._add_repair,
         }
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Collect an event. Those after the window are ignored."""
         if self._is_complete and not self._is_done and not isinstance(event, UpdateDone):
             self._write()
@@ -87,10 +88,7 @@ class ProfileWriter:
         if isinstance(event, RunEnded):
             self._end(event)
 
-    def __enter__(self) -> ProfileWriter:
-        return self
-
-    def __exit__(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
+    def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: object) -> None:
         if not self._is_done and self._is_inside and not isinstance(error, LeaseLost):
             self._write()
 

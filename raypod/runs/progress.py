@@ -29,6 +29,7 @@ from raypod.events import (
 )
 from raypod.plan.plan import Plan
 from raypod.plan.tables import render, render_brief
+from raypod.runs.callback import Reporter
 from raypod.runs.remaining_time import RemainingTime
 from raypod.runs.run_folder import way_to_continue
 from raypod.system.command_line import DEFAULT_WIDTH, counted, paint, tell, width_of
@@ -41,7 +42,7 @@ _NO_BAR = "{desc} {n_fmt}/{total_fmt}{postfix}"
 _LEAST_BAR = 12  # columns that the percentage and a short bar need
 
 
-class Progress:
+class Progress(Reporter):
     """Shows the events of a run: the bar on stderr, all lines on stdout."""
 
     def __init__(
@@ -61,16 +62,18 @@ class Progress:
         self._warned_nonfinite = False
         self._unfinished: Optional[UpdateDone] = None  # the newest update of an epoch that has not ended
 
-    def begin(self) -> None:
+    def __enter__(self) -> Progress:
         """Print the plan, before anything is started."""
         render_plan = render if self._detail == VERBOSE else render_brief
         self.print_line(render_plan(self._plan, width_of(self._out)))
         if self._detail == VERBOSE:
             self.print_line(f"\n{'versions':>12}  {', '.join(' '.join(each) for each in versions())}")
         self.print_line("")
+        return self
 
-    def show(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Show one event."""
+        super().on_event(event)
         self._remaining.add(event)
         if isinstance(event, UpdateDone):
             self._unfinished = event
@@ -123,7 +126,7 @@ class Progress:
         styles = {InstanceLost: "red", CheckpointFailed: "yellow", Repaired: "green", Resized: "yellow"}
         return styles.get(type(event))
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the progress bar."""
         if self._bar is not None:
             self._bar.refresh()
@@ -234,7 +237,7 @@ class Progress:
     def _close_bar(self) -> None:
         """Remove the bar, so that a line can be printed; in a notebook the bar stays until the run ends."""
         if not self._is_notebook:
-            self.close()
+            self.__exit__()
 
 
 def _resized_line(event: Resized) -> str:

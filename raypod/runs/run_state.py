@@ -16,6 +16,7 @@ from typing import Any, Dict, Optional, Tuple
 from raypod.errors import LeaseLost, Preempted, RaypodError
 from raypod.events import Event, Repaired, RunEnded, RunStarted, UpdateDone
 from raypod.plan.layout import STATE
+from raypod.runs.callback import Callback
 from raypod.runs.run_view import RunView
 from raypod.system import command_line as cli
 from raypod.system.abort import on_abort
@@ -116,7 +117,7 @@ def end_of(error: BaseException) -> Tuple[str, int, str]:
     return FAILED, code, " ".join(f"{error}".split()) or type(error).__name__
 
 
-class StateFile:
+class StateFile(Callback):
     """Writes the state of the run of this process."""
 
     def __init__(self, run_dir: Path, view: RunView, preemption_exit_code: int = cli.INTERRUPTED) -> None:
@@ -135,7 +136,7 @@ class StateFile:
         """Publish the status endpoint of this process."""
         self._write(dataclasses.replace(self._state, status_port=port, status_token_file=token_file))
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Write what the view says after an event."""
         if not isinstance(event, (RunStarted, UpdateDone, Repaired, RunEnded)):
             return
@@ -164,7 +165,7 @@ class StateFile:
         self._stack.enter_context(on_abort(self._record_end))
         return self
 
-    def __exit__(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
+    def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: object) -> None:
         self._stack.close()
         self._record_end(error)
 

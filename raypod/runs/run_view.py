@@ -23,11 +23,12 @@ from raypod.events import (
 )
 from raypod.plan.placement import specs_of
 from raypod.plan.plan import Plan
+from raypod.runs.callback import Callback
 
 _RECENT_UPDATES = 512  # for sparklines
 
 
-class RunView:
+class RunView(Callback):
     """The state of one run. After a change of the replicas, what was measured of abandoned weights is forgotten.
 
     Attributes:
@@ -55,7 +56,7 @@ class RunView:
         self.checkpoint: Optional[CheckpointSaved] = None
         self.evaluations: List[EvaluationDone] = list(evaluations)
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Update the state from an event."""
         if isinstance(event, UpdateDone):
             self.update, self.position = event, event.update

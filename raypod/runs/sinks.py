@@ -9,14 +9,13 @@ import math
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, Optional, Tuple, Type, Union
 
-from typing_extensions import Protocol
-
 from raypod.errors import ConfigError, RunError
 from raypod.events import CheckpointBegun, EvaluationDone, Event, Repaired, Resized, RunStarted, UpdateDone
 from raypod.plan import user_code
 from raypod.plan.config import Config
 from raypod.plan.layout import EVALUATIONS, METRICS, TENSORBOARD, TEST
 from raypod.plan.plan import Plan
+from raypod.runs.callback import Callback, LinesSink, Sink
 from raypod.runs.growing_file import last_lines
 from raypod.runs.ledger import Ledger
 from raypod.runs.lines import line_of, traces_of
@@ -25,25 +24,6 @@ from raypod.system.files import AppendOnlyFile, keep_beginning, parse_json, repl
 
 Warn = Callable[[str], None]
 _FLUSH_S = 10  # seconds between flushes of the TensorBoard file
-
-
-class Sink(Protocol):
-    """A file that grows with the events of a run."""
-
-    def handle(self, event: Event) -> None:
-        """Write an event, if the file records it."""
-
-    def drop_after(self, update: int) -> None:
-        """Drop what the file has about later updates: they are computed again, with other bits."""
-
-    def sync(self) -> None:
-        """Flush everything to the disk, if there is space."""
-
-    def copy_to(self, folder: Path) -> None:
-        """Copy the file into another run folder, with what its own disk does not take. OSError as from the disk."""
-
-    def close(self) -> None:
-        """Close the file. OSError if something could not be written."""
 
 
 def check_packages(config: Config) -> None:
@@ -78,7 +58,7 @@ def _open_sinks(plan: Plan, first_update: int, warn: Warn) -> Iterator[Sink]:
         yield TensorBoardWriter(folder, first_update)
 
 
-class Sinks:
+class Sinks(Callback):
     """All sinks of a run. `RunStarted` opens them (RunError if that fails): a run that fails to start writes none."""
 
     def __init__(self, plan: Plan, warn: Warn = lambda text: None) -> None:
@@ -87,14 +67,14 @@ class Sinks:
         self._sinks: List[Sink] = []
         self._resized: Tuple[Event, ...] = ()  # before the run started
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Write an event to the files that record it."""
         if isinstance(event, RunStarted):
             try:
                 for sink in _open_sinks(self._plan, event.first_update, self._warn):
                     self._sinks.append(sink)
                     for each in (*self._resized, event):
-                        sink.handle(each)
+                        sink.on_event(each)
             except OSError as error:
                 raise RunError(f"cannot write {error.filename or self._plan.run_dir}: {error.strerror}") from None
             return
@@ -103,7 +83,7 @@ class Sinks:
         for sink in self._sinks:
             if isinstance(event, Repaired) and self._plan.config.pod.is_elastic:
                 sink.drop_after(event.update)
-            sink.handle(event)
+            sink.on_event(event)
             if isinstance(event, CheckpointBegun):  # a run that resumes from it finds every line before it
                 sink.sync()
 
@@ -112,17 +92,14 @@ class Sinks:
         for sink in self._sinks:
             sink.copy_to(folder)
 
-    def __enter__(self) -> Sinks:
-        return self
-
-    def __exit__(self, kind: Optional[type], *_: object) -> None:
+    def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: object) -> None:
         """Close the files. RunError if lines could not be written (the disk is full) and there is no other error."""
         failed = []
         for sink in self._sinks:
             try:
                 sink.close()
-            except OSError as error:
-                failed.append(error.strerror or str(error))
+            except OSError as failure:
+                failed.append(failure.strerror or str(failure))
         self._sinks = []
         if failed and kind is None:
             raise RunError(
@@ -131,7 +108,7 @@ class Sinks:
             )
 
 
-class JsonLines:
+class JsonLines(LinesSink):
     """A file with one line per event of a type (`metrics.jsonl`, `evaluations.jsonl`), written immediately."""
 
     def __init__(
@@ -150,7 +127,7 @@ class JsonLines:
         self._file = AppendOnlyFile(path, warn)
         self._file.end_line()
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Append the line of an event of the type."""
         if isinstance(event, self._event_type):
             self._file.write_line(strict_json(line_of(event)))
@@ -163,27 +140,15 @@ class JsonLines:
                 before, self._file = self._file, AppendOnlyFile(self._file.path, self._warn)
                 before.close()
 
-    def sync(self) -> None:
-        """Flush all lines to the disk, if there is space."""
-        self._file.sync()
 
-    def copy_to(self, folder: Path) -> None:
-        """See `Sink.copy_to`."""
-        self._file.copy_to(folder / self._file.path.name)
-
-    def close(self) -> None:
-        """Close the file. OSError if lines could not be written."""
-        self._file.close()
-
-
-class LatestDetails:
+class LatestDetails(Sink):
     """`test.json`: what the newest evaluation says of the predictions, beyond its metrics."""
 
     def __init__(self, folder: Path, first_update: int, warn: Warn) -> None:
         self._path, self._warn, self._is_warned = folder / TEST, warn, False
         self.drop_after(first_update or -1)
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Replace the file by the details of an evaluation. If the disk is full, the former ones stay."""
         if isinstance(event, EvaluationDone) and event.details is not None:
             content = {"update": event.update, "samples": event.samples, **event.details}
@@ -199,16 +164,10 @@ class LatestDetails:
         if self._path.is_file() and _update_of(self._path.read_bytes()) > update:
             self._path.unlink(missing_ok=True)
 
-    def sync(self) -> None:
-        """The file is on the disk."""
-
     def copy_to(self, folder: Path) -> None:
-        """See `Sink.copy_to`."""
+        """See `Callback.copy_to`."""
         if self._path.is_file():
             replace_file(folder / TEST, self._path.read_bytes())
-
-    def close(self) -> None:
-        """The file is not open."""
 
 
 def _keep_until(path: Path, update: int) -> None:
@@ -227,7 +186,7 @@ def _update_of(line: bytes) -> float:
         return math.inf
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(Sink):
     """Writes the scalars of a run with `torch.utils.tensorboard.SummaryWriter`.
 
     A full disk does not stop the run: points that are not yet on the disk stay in memory, and `sync` and `close`
@@ -244,7 +203,7 @@ class TensorBoardWriter:
         self._writer: Any = None
         self.sync()
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Add the points of an event, if it has any."""
         points: List[Tuple[str, float, int]] = []
         if isinstance(event, UpdateDone):
@@ -273,9 +232,6 @@ class TensorBoardWriter:
         """Write all points to the disk, if there is space."""
         with contextlib.suppress(OSError):
             self._flush()
-
-    def copy_to(self, folder: Path) -> None:
-        """Copy nothing: no run continues from the points."""
 
     def close(self) -> None:
         """Close the event file. OSError if points could not be written."""

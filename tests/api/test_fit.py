@@ -30,8 +30,8 @@ def fit(run_dir: Path, **flags: Any) -> raypod.Result:
     return raypod.fit(run_dir=run_dir, progress=False, **{**QUICK, **flags})
 
 
-def stream(run_dir: Path, updates: int) -> Any:
-    return raypod.stream(run_dir=run_dir, updates=updates, **QUICK)
+def stream(run_dir: Path, updates: int, callbacks: Any = ()) -> Any:
+    return raypod.stream(run_dir=run_dir, updates=updates, callbacks=callbacks, **QUICK)
 
 
 def stop_after_2(event: Any) -> Any:
@@ -216,6 +216,8 @@ def test_a_stream_that_is_closed_early_saves_a_checkpoint(tmp_path: Path) -> Non
         for event in events:
             if stop_after_2(event):
                 break
+    by_callback = stream(tmp_path / "other", 6, callbacks=lambda event: stop_after_2(event) and by_callback.close())
+    assert [event.update for event in by_callback if isinstance(event, UpdateDone)] == [1, 2]
     result = events.result()
     assert result.interrupted
     assert result.summary["updates"] == 2

@@ -16,6 +16,7 @@ from raypod.events import UpdateDone
 from raypod.runs import run_state, verify_data
 from raypod.runs.upload.mirror import Mirror
 from raypod.runtime.coordinator import kept_state
+from raypod.system.companion import Companion
 from raypod.training.checkpoint import storage
 
 URL = "file:///store"
@@ -39,16 +40,14 @@ def rescued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     store = tmp_path / "store"
 
     class DirectMirror(Mirror):
-        def _begin(self) -> None:
-            """See `Mirror`."""
-
         def _finish(self) -> bool:
-            self._folder.rename(store)
+            self._process.folder.rename(store)
             return True
 
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setattr(kept_state, "_OTHER_DISKS", ())
+    monkeypatch.setattr(Companion, "start", lambda mirror: None)
     monkeypatch.setattr(training, "Mirror", DirectMirror)
     return store
 

@@ -109,14 +109,14 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(
 def test_a_signal_ends_an_inline_run_with_a_checkpoint_and_exit_code_130(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    handle = StateFile.handle
+    handle = StateFile.on_event
 
     def raise_in_update_4(self: StateFile, event: Event) -> None:
         handle(self, event)
         if isinstance(event, UpdateDone) and event.update == 4:
             signal.raise_signal(number)
 
-    monkeypatch.setattr(StateFile, "handle", raise_in_update_4)
+    monkeypatch.setattr(StateFile, "on_event", raise_in_update_4)
     code, folder = command(tmp_path, "--epochs", "400", "--num-instances", "1", "--model", "tiny")
     assert code == 130
     summary = summary_of(folder)

@@ -41,16 +41,16 @@ def lines_of(folder: Path) -> List[Dict[str, Any]]:
 
 def fail(log: EventLog, error: BaseException, *before: Any) -> None:
     for event in before:
-        log.handle(event)
+        log.on_event(event)
     raise error
 
 
 def test_every_event_but_updates_and_calls_is_a_line(tmp_path: Path) -> None:
     with EventLog(tmp_path, {"total_updates": 4}) as log:
-        log.handle(PhaseBegun("training", 0))
-        log.handle(UpdateDone(1, 1, {"loss": 1.0}, 1, 1.0, 1.0))
-        log.handle(CallDone(0, ()))
-        log.handle(EvaluationDone(2, {"loss": float("nan")}, 1, 1))
+        log.on_event(PhaseBegun("training", 0))
+        log.on_event(UpdateDone(1, 1, {"loss": 1.0}, 1, 1.0, 1.0))
+        log.on_event(CallDone(0, ()))
+        log.on_event(EvaluationDone(2, {"loss": float("nan")}, 1, 1))
     first, phase, evaluation = lines_of(tmp_path)
     assert (first["event"], first["total_updates"]) == ("process_started", 4)
     assert {**phase, "unix_s": 0} == {"unix_s": 0, "event": "phase_begun", "phase": "training", "update": 0}
@@ -62,13 +62,13 @@ def test_a_loss_of_power_keeps_what_happened_before_a_checkpoint(
 ) -> None:
     flushed = FlushedFiles(monkeypatch)
     with EventLog(tmp_path, {}) as log:
-        log.handle(PhaseBegun("training", 0))
-        log.handle(CheckpointBegun(1))
+        log.on_event(PhaseBegun("training", 0))
+        log.on_event(CheckpointBegun(1))
         assert len(lines_of(tmp_path)) == 3
         assert (tmp_path / EVENTS).stat().st_size == flushed.size_of(tmp_path / EVENTS)
     monkeypatch.setattr(event_log, "_SYNC_INTERVAL_S", -1.0)
     with EventLog(tmp_path, {}) as log:
-        log.handle(PhaseBegun("training", 0))
+        log.on_event(PhaseBegun("training", 0))
         assert (tmp_path / EVENTS).stat().st_size == flushed.size_of(tmp_path / EVENTS)
 
 
@@ -99,7 +99,7 @@ def test_repairs_are_counted_over_all_starts(tmp_path: Path) -> None:
     for restarts in ((1, 2, 2), (), (1,)):  # the third one of the first start moved instances away from a drained host
         with EventLog(tmp_path, {}) as log:
             for number in restarts:
-                log.handle(Repaired((0,), ("a",), "instance 1", 4, 0.1, number, 2))
+                log.on_event(Repaired((0,), ("a",), "instance 1", 4, 0.1, number, 2))
     with (tmp_path / EVENTS).open("a") as file:
         file.write('{"unix_s": 1, "event": "repaired", "rest')
     assert restarts_in(tmp_path) == 3

@@ -62,7 +62,7 @@ def logged(folder: Path, *run: events.Event, error: Optional[InstanceFailed] = N
         folder, {"total_updates": 16, "hosts": 1, "instances": 2}
     ) as log:
         for event in run:
-            log.handle(event)
+            log.on_event(event)
         if error is not None:
             raise error
     return parse_records((folder / EVENTS).read_bytes().splitlines())
@@ -104,7 +104,7 @@ def test_every_view_shows_every_main_event(
         return
     assert event_lines([record])[0].text == text_of(record)
     status = RunStatus(make(), dict)
-    status.handle(event)
+    status.on_event(event)
     assert [each["event"] for each in status.snapshot()["events"]] == [record["event"]]
     folded = timeline.Timeline()
     folded.handle(record)

@@ -55,7 +55,7 @@ def written(plan: Plan, fleet: ScriptedFleet, warnings: Optional[List[str]] = No
     metrics = MetricsAggregator(plan, 0.0)
     with ProfileWriter(plan, window, source, warn, 0.0) as writer:
         for event in coordinator.run(plan, fleet, metrics):
-            writer.handle(event)
+            writer.on_event(event)
             existed += [metrics.position] if path.exists() else []
     return json.loads(path.read_text()) if path.exists() else None, existed
 

@@ -74,8 +74,8 @@ def shown(make: Callable[..., Plan]) -> Shown:
         out, err = out or io.StringIO(), err or io.StringIO()
         progress = Progress(make(training={"epochs": 2}, run=run), out, err, detail)
         for event in events:
-            progress.show(event)
-        progress.close()
+            progress.on_event(event)
+        progress.__exit__()
         return out.getvalue(), err.getvalue()
 
     return show
@@ -210,7 +210,7 @@ def test_the_plan_begins_with_what_is_trained(make: Callable[..., Plan], monkeyp
     shown = {}
     for detail in (QUIET, NORMAL, VERBOSE):
         out = io.StringIO()
-        Progress(make(), out, io.StringIO(), detail).begin()
+        Progress(make(), out, io.StringIO(), detail).__enter__()
         shown[detail] = out.getvalue()
     assert shown[QUIET] == ""
     assert [line[:12].strip() for line in shown[NORMAL].splitlines()[:4]] == ["model", "data", "length", "global batch"]

@@ -208,7 +208,7 @@ def test_a_run_that_ends_after_a_rollback_has_the_metrics_of_its_last_update(mak
     view = RunView(plan)
     (folder / "metrics.jsonl").write_text(f"{json.dumps(line_of(done[0]))}\n")
     for event in (RunStarted("emulated", "", 0, 1, ()), done[1], RunEnded(10, True, "", None)):
-        view.handle(event)
+        view.on_event(event)
     run_folder.write_summary(plan, metrics, view)
     assert (summary_of(folder)["updates"], summary_of(folder)["loss"]) == (10, 10.5)
 

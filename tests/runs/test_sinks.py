@@ -37,7 +37,7 @@ def ordered_event_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def write(path: Path, resumed_from: int, numbers: Iterable[int]) -> None:
     lines = JsonLines(path, UpdateDone, resumed_from)
     for number in numbers:
-        lines.handle(update(number))
+        lines.on_event(update(number))
     lines.close()
 
 
@@ -89,7 +89,7 @@ def test_unknown_results_are_null_with_the_instances_whose_report_is_missing(tmp
     unknown = dataclasses.replace(update(1), metrics={"loss": math.nan, "accuracy": math.nan}, missing_reports=(1, 3))
     lines, writer = JsonLines(tmp_path / "metrics.jsonl", UpdateDone, 0), TensorBoardWriter(tmp_path, 0)
     for sink in (lines, writer):
-        sink.handle(unknown)
+        sink.on_event(unknown)
         sink.close()
     found = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (found["loss"], found["accuracy"], found["missing_reports"]) == (None, None, [1, 3])
@@ -100,8 +100,8 @@ def test_updates_and_evaluations_become_scalars_once_after_a_resume(tmp_path: Pa
     for begun, numbers in ((0, (300, 301, 302)), (300, (301,))):
         writer = TensorBoardWriter(tmp_path, begun)
         for number in numbers:
-            writer.handle(update(number))
-            writer.handle(EvaluationDone(360, {"loss": 0.25, "accuracy": 99.0}, number, 7))
+            writer.on_event(update(number))
+            writer.on_event(EvaluationDone(360, {"loss": 0.25, "accuracy": 99.0}, number, 7))
         writer.close()
     values = {"training/loss": 0.5, "training/accuracy": 75.0, "training/samples_per_s": 1000.0}
     values.update({"test/loss": 0.25, "test/accuracy": 99.0})
@@ -114,13 +114,13 @@ def test_updates_that_are_computed_again_replace_those_of_before(tmp_path: Path,
     lines, writer = JsonLines(path, UpdateDone, 0), TensorBoardWriter(tmp_path, 0)
     for sink in (lines, writer):
         for number in range(1, 5):
-            sink.handle(update(number, loss=1.0))
+            sink.on_event(update(number, loss=1.0))
         if is_written:
             sink.sync()
         for _ in range(2):
             sink.drop_after(2)
         for number in range(3, 6):
-            sink.handle(update(number, loss=2.0))
+            sink.on_event(update(number, loss=2.0))
         sink.close()
     expected = [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
     assert [(each["update"], each["loss"]) for each in map(json.loads, path.read_text().splitlines())] == expected
@@ -133,10 +133,10 @@ def test_lines_that_cannot_be_dropped_because_the_disk_is_full_stay(
     path, disk = tmp_path / "metrics.jsonl", FullDisk(monkeypatch)
     lines = JsonLines(path, UpdateDone, 0)
     for number in (1, 2, 3):
-        lines.handle(update(number))
+        lines.on_event(update(number))
     disk.free_bytes = 0
     lines.drop_after(1)  # the first line cannot be copied
-    lines.handle(update(2))
+    lines.on_event(update(2))
     lines.drop_after(1)
     disk.free_bytes = None
     lines.close()
@@ -151,10 +151,10 @@ def test_a_disk_that_fails_after_lines_were_dropped_is_a_warning(
     disk = FullDisk(monkeypatch)
     lines = JsonLines(tmp_path / "metrics.jsonl", UpdateDone, 0, warnings.append)
     for number in (1, 2):
-        lines.handle(update(number))
+        lines.on_event(update(number))
     lines.drop_after(1)
     disk.free_bytes = 0
-    lines.handle(update(2))
+    lines.on_event(update(2))
     disk.free_bytes = None
     lines.close()
     assert len(warnings) == 1, warnings
@@ -163,7 +163,7 @@ def test_a_disk_that_fails_after_lines_were_dropped_is_a_warning(
 
 def test_the_details_of_an_evaluation_of_abandoned_weights_are_removed(tmp_path: Path) -> None:
     details = LatestDetails(tmp_path, 0, lambda text: None)
-    details.handle(EvaluationDone(10, {}, 6, 1, {"classes": []}))
+    details.on_event(EvaluationDone(10, {}, 6, 1, {"classes": []}))
     LatestDetails(tmp_path, 6, lambda text: None).drop_after(6)
     assert json.loads((tmp_path / "test.json").read_text())["update"] == 6
     details.drop_after(5)
@@ -185,7 +185,7 @@ def test_points_of_a_full_disk_are_written_once_there_is_space(tmp_path: Path, m
     writer = TensorBoardWriter(tmp_path, 0)
     for number in range(1, 7):
         is_full = 2 <= number < 5
-        writer.handle(update(number, loss=float(number)))
+        writer.on_event(update(number, loss=float(number)))
         writer.sync()
     writer.close()
     assert scalars(tmp_path)["training/loss"] == [(number, float(number)) for number in range(1, 7)]

@@ -127,7 +127,7 @@ def run(plan: Plan, faults: Sequence[Tuple[int, Callable[[Plan], object]]] = (),
         events = coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0), resumed)
         for event in stack.enter_context(contextlib.closing(events)):
             for recorder in recorders:
-                recorder.handle(event)
+                recorder.on_event(event)
             outcome.events.append(event)
             if isinstance(event, Repaired):
                 quiet_until = event.update + _CALLS_BETWEEN

@@ -17,9 +17,9 @@ from raypod.plan.metric import Metric
 from raypod.runs.upload import index, mirror_record, run_mirror
 from raypod.runs.upload.mirror_record import MirrorRecord
 from raypod.runs.upload.remote_run import RemoteRun
+from raypod.system.companion import Input, end_session, start_module
 from raypod.system.remote import store as store_module
 from raypod.system.remote.store import Store
-from raypod.system.session_process import end_session, start_module
 from raypod.training.checkpoint import storage, writer
 from raypod.training.checkpoint.format import Manifest, Retention
 from tests.support.bounded import wait_until
@@ -61,7 +61,7 @@ def save(folder: Path, update: int, numbers: int = SMALL, keep: int = 9, accurac
     return writer.write_checkpoint(folder / "checkpoints", manifest, state, Retention(keep)).path.name
 
 
-class Script:
+class Script(Input):
     """A coordinator and its clock: when the mirror waits, the next step runs. The run ends after the last one.
 
     A step may return the name of a checkpoint that was saved.

@@ -43,7 +43,7 @@ def run(plan: Plan, react: Callable[[Event], object] = lambda event: None) -> Li
     events = []
     with Sinks(plan) as sinks:
         for event in coordinator.run(plan, InlineFleet(plan), MetricsAggregator(plan, 0.0), resumed):
-            sinks.handle(event)
+            sinks.on_event(event)
             events.append(event)
             react(event)
     return events

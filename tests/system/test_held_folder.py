@@ -10,11 +10,11 @@ from typing import Any, Callable, Dict
 import pytest
 
 from raypod.observe.status.launch_file import LaunchFile
-from raypod.observe.trackers import tracker_record
+from raypod.observe.trackers.tracker_record import TrackerRecord
 from raypod.runs import run_state
 from raypod.runs.run_view import RunView
-from raypod.runs.upload import mirror_record
-from raypod.system import files, session_process
+from raypod.runs.upload.mirror_record import MirrorRecord
+from raypod.system import companion, files
 from raypod.system.log_times import LogTimes
 from tests.support.faulty_runs import plan_for
 
@@ -28,11 +28,9 @@ FAIL: Dict[str, Write] = {
     "keep_beginning": lambda folder: files.keep_beginning(folder / "file", 1),
     "remove_folder": lambda folder: files.remove_folder(folder / "old"),
     "rename_folder": lambda folder: files.rename_folder(folder / "old", folder / "new"),
-    "the log of a mirror": lambda folder: session_process.start_module("os", [], folder / "storage.log"),
-    "storage.json": lambda folder: mirror_record.write(folder, mirror_record.MirrorRecord()),
-    "a tracker's memory": lambda folder: tracker_record.write(
-        folder / "trackers" / "x.json", tracker_record.TrackerRecord()
-    ),
+    "the log of a mirror": lambda folder: companion.start_module("os", [], folder / "storage.log"),
+    "storage.json": lambda folder: companion.write_state(folder / "storage.json", MirrorRecord()),
+    "a tracker's memory": lambda folder: companion.write_state(folder / "trackers" / "x.json", TrackerRecord()),
 }
 
 

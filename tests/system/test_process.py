@@ -13,8 +13,8 @@ from typing import Any, Callable, List, Optional
 
 import pytest
 
+from raypod.system.companion import end_session
 from raypod.system.process import StepTimer, cpu_seconds, digest_of_modules, log_stream, process_start_ticks
-from raypod.system.session_process import end_session
 
 PROGRAM = """
 import resource, threading

@@ -1,6 +1,6 @@
 """The state of a training run, folded from its events and heartbeats; the content of the status endpoint.
 
-`RunStatus.handle` runs in the coordinator's thread, `snapshot` in any other one. What they share are references to
+`RunStatus.on_event` runs in the coordinator's thread, `snapshot` in any other one. What they share are references to
 immutable objects and counters, so that no lock is needed: a snapshot may mix the values of two consecutive events.
 """
 
@@ -59,9 +59,9 @@ class RunStatus(RunView):
         self._earlier = len(self.evaluations)
         self._recent = RecentEvents(_RECENT_EVENTS)
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Update the state from an event."""
-        super().handle(event)
+        super().on_event(event)
         if isinstance(event, UpdateDone):
             self.last_update_unix_s = time.time()
             return

@@ -7,28 +7,24 @@ tells how it ended, and without one the coordinator has died. From then on the p
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import importlib
 import os
-import signal
 import sys
-import threading
-import time
 import traceback
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Tuple
 
 from raypod.errors import summarize_exception
 from raypod.observe.trackers import tracker_record
 from raypod.observe.trackers.follower import Follower, newest_steps
 from raypod.observe.trackers.tracker import KILLED, Point, RunFacts, Steps, Tracker
+from raypod.observe.trackers.tracker_record import TrackerRecord
 from raypod.plan import layout, user_code
 from raypod.plan.resolve import read_yaml
 from raypod.runs import run_state
-from raypod.system import files
-from raypod.system.files import file_lock, make_folder, parse_json
-from raypod.system.redaction import Redaction, redacted_output
+from raypod.system.companion import Input, SavedState, attending
+from raypod.system.files import make_folder, parse_json
+from raypod.system.redaction import Redaction
 
 _KINDS = {
     "mlflow": "raypod.observe.trackers.mlflow_tracker:MlflowTracker",
@@ -40,28 +36,6 @@ _RETRY_S = (1.0, 2.0, 5.0, 15.0, 60.0)  # between attempts; the last one repeats
 _REPORT = (layout.REPORT, layout.SUMMARY, layout.CONFIG, layout.PLAN)
 _NICE = 10
 _MANUAL_S = 600.0  # if a person starts this process
-_LOCK_MARGIN_S = 10.0
-
-
-class End:
-    """The end of the run, which standard input announces."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._event = threading.Event()
-        self.word = KILLED
-
-    def listen(self) -> None:
-        """Wait for the end of standard input; then let this process and its children live for the timeout."""
-        self.word = sys.stdin.read().strip() or KILLED
-        timer = threading.Timer(self._timeout_s, _end_all)
-        timer.daemon = True
-        timer.start()
-        self._event.set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether the run has ended, within a time."""
-        return self._event.wait(timeout_s)
 
 
 class Session:
@@ -69,33 +43,32 @@ class Session:
 
     def __init__(self, make: Callable[[], Tracker], run_dir: Path, started_unix_s: float, path: Path) -> None:
         """`path` is the file of the memory."""
-        self._make, self._run_dir, self._started_unix_s, self._path = make, run_dir, started_unix_s, path
-        self._written = tracker_record.read(path)  # what the file has
-        self._memory = dataclasses.replace(self._written, is_complete=False, error="")
+        self._make, self._run_dir, self._started_unix_s = make, run_dir, started_unix_s
+        self._file = SavedState(path, TrackerRecord())
         self._redaction = Redaction(os.environ)
         self._tracker: Optional[Tracker] = None
         self._follower: Optional[Follower] = None
         self._points: List[Point] = []  # read, and not recorded
 
-    def follow(self, end: End, artifacts: str) -> None:
+    def follow(self, entered: Input, artifacts: str) -> None:
         """Record the run until it ends, then its artifacts and its end; try again after errors."""
-        failures = 0
-        self._remember()  # that the run is not complete: an earlier process may have completed its part
+        failures, words = 0, [KILLED]
+        self._file.remember(error="", is_complete=False)  # an earlier process may have completed its part
         while True:
-            has_ended = end.wait(_POLL_S if not failures else _RETRY_S[min(failures, len(_RETRY_S)) - 1])
+            has_ended = entered.has_ended
+            words += entered.take()
             try:
                 self._record(has_ended)
                 if has_ended:
-                    self._finish(end.word, artifacts)
+                    self._finish(words[-1], artifacts)
                     return
                 failures = 0
             except Exception as error:  # noqa: BLE001 - a tracker can raise anything
                 traceback.print_exc()
                 failures += 1
-                self._remember(error=self._redaction.clean(summarize_exception(error)))
+                self._file.remember(error=self._redaction.clean(summarize_exception(error)))
                 self._tracker = None
-                if has_ended:
-                    time.sleep(_RETRY_S[0])
+            entered.wait(_RETRY_S[min(failures, len(_RETRY_S)) - 1] if failures else _POLL_S)
 
     def _record(self, has_ended: bool) -> None:
         tracker, follower = self._opened()
@@ -103,17 +76,17 @@ class Session:
         while self._points:
             part = self._points[:_POINTS]
             tracker.log(part)
-            steps = newest_steps(part, self._memory.steps)
-            self._remember(training=steps.training, test=steps.test)
+            steps = newest_steps(part, self._file.state.steps)
+            self._file.remember(training=steps.training, test=steps.test)
             del self._points[:_POINTS]
 
     def _opened(self) -> Tuple[Tracker, Follower]:
         if self._tracker is None or self._follower is None:
             tracker = self._make()
             facts = RunFacts(self._run_dir.resolve().name, self._run_dir, parameters_of(self._run_dir))
-            run_id = tracker.open(facts, self._memory.run_id)
-            self._remember(run_id=run_id)
-            steps, found = self._memory.steps, tracker.recorded()
+            run_id = tracker.open(facts, self._file.state.run_id)
+            self._file.remember(run_id=run_id)
+            steps, found = self._file.state.steps, tracker.recorded()
             if found is not None:  # what was recorded just before this process died is not in the memory
                 steps = Steps(max(steps.training, found.training), max(steps.test, found.test))
             before = self._follower
@@ -121,7 +94,7 @@ class Session:
             if before is not None:
                 self._follower.take_notes_of(before)
             self._tracker = tracker
-            self._remember(training=steps.training, test=steps.test, error="")
+            self._file.remember(training=steps.training, test=steps.test, error="")
         return self._tracker, self._follower
 
     def _finish(self, word: str, artifacts: str) -> None:
@@ -132,15 +105,7 @@ class Session:
         if abandoned:
             facts["abandoned_updates"] = f"{min(abandoned)}-{max(abandoned)}"
         self._tracker.close(word, facts)
-        self._remember(error="", is_complete=True)
-
-    def _remember(self, **changed: Any) -> None:
-        changed_memory = dataclasses.replace(self._memory, **changed)
-        self._memory = changed_memory
-        if changed_memory != self._written:
-            with contextlib.suppress(OSError):  # a full or lost disk: the file keeps an older state
-                tracker_record.write(self._path, changed_memory)
-                self._written = changed_memory
+        self._file.remember(error="", is_complete=True)
 
 
 def parameters_of(run_dir: Path) -> Dict[str, str]:
@@ -184,13 +149,6 @@ def make_tracker(name: str) -> Tracker:
     return own
 
 
-def _end_all() -> None:
-    """End this process and those that the tracker has started, which are in its session."""
-    if os.getsid(0) == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
-
-
 def main() -> int:
     """Follow a run; return 0 once everything is recorded."""
     parser = argparse.ArgumentParser(prog="raypod.observe.trackers.process")
@@ -205,16 +163,12 @@ def main() -> int:
         parser.error(f"{args.run_dir} has no {layout.CONFIG}; is it a run folder?")
     started_unix_s = config.stat().st_mtime if args.started_unix_s is None else args.started_unix_s
     os.nice(_NICE)
-    end = End(args.timeout_s)
-    threading.Thread(target=end.listen, name="end", daemon=True).start()
     path = tracker_record.path_of(args.run_dir, args.tracker)
     make_folder(path.parent)
-    # The process of an interrupted run may still record the rest, while the run is resumed.
-    with redacted_output(Redaction(os.environ)), files.held(args.run_dir), file_lock(
-        path.with_suffix(".lock"), args.timeout_s + _LOCK_MARGIN_S, "run.tracker_timeout_s"
-    ):
+    lock, setting = path.with_suffix(".lock"), "run.tracker_timeout_s"
+    with attending(args.run_dir, lock, args.timeout_s, setting, Redaction(os.environ)) as entered:
         session = Session(lambda: make_tracker(args.tracker), args.run_dir, started_unix_s, path)
-        session.follow(end, args.artifacts)
+        session.follow(entered, args.artifacts)
     return 0
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 from pathlib import Path
 from typing import Optional
 
 from raypod.observe.trackers.tracker import Steps
 from raypod.plan.layout import TRACKERS
-from raypod.system.files import make_folder, parse_json, replace_file
+from raypod.system.companion import read_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +26,10 @@ class TrackerRecord:
         """The newest recorded steps."""
         return Steps(self.training, self.test)
 
+    def at_start(self) -> TrackerRecord:
+        """See `companion.State`."""
+        return dataclasses.replace(self, error="", is_complete=False)
+
 
 def path_of(run_dir: Path, tracker: str) -> Path:
     """Return the file of a tracker."""
@@ -41,12 +43,4 @@ def file_name(tracker: str) -> str:
 
 def read(path: Path) -> TrackerRecord:
     """Return the content of the file; that of a new tracker without a readable one."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return TrackerRecord(**parse_json(path.read_text()))
-    return TrackerRecord()
-
-
-def write(path: Path, memory: TrackerRecord) -> None:
-    """Replace the file. OSError if it cannot be written."""
-    make_folder(path.parent)
-    replace_file(path, (json.dumps(dataclasses.asdict(memory)) + "\n").encode())
+    return read_state(path, TrackerRecord())

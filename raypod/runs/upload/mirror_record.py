@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, Dict, Tuple
 
 from raypod.plan.layout import EVENTS, STORAGE
-from raypod.system.files import parse_json, replace_file
+from raypod.system.companion import read_state
 
 MOST_LINE_BYTES = 1 << 16  # of the first line of an event log
 
@@ -48,6 +47,10 @@ class MirrorRecord:
     last_error: str = ""
     is_complete: bool = False
 
+    def at_start(self) -> MirrorRecord:
+        """See `companion.State`."""
+        return MirrorRecord(self.run_id, self.place, self.resumed, self.resumed_generation)
+
     def summary(self, url: str) -> Dict[str, Any]:
         """Return the entry `storage` of `summary.json`."""
         counts = ("checkpoints", "files", "uploaded_bytes", "failures", "skipped_checkpoints")
@@ -61,15 +64,7 @@ class MirrorRecord:
 
 def read(run_dir: Path) -> MirrorRecord:
     """Return the content of the file; that of a new run without a readable one."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        content = parse_json((run_dir / STORAGE).read_text())
-        return MirrorRecord(**{**content, "pending": tuple(content["pending"])})
-    return MirrorRecord()
-
-
-def write(run_dir: Path, record: MirrorRecord) -> None:
-    """Replace the file. OSError if it cannot be written."""
-    replace_file(run_dir / STORAGE, (json.dumps(dataclasses.asdict(record)) + "\n").encode())
+    return read_state(run_dir / STORAGE, MirrorRecord())
 
 
 def is_run_of(run_dir: Path, log: bytes) -> bool:

@@ -15,16 +15,13 @@ import time
 import traceback
 import uuid
 from pathlib import Path
-from typing import List
 
 from raypod.errors import ConfigError
 from raypod.plan import layout
 from raypod.plan.metric import Metric
-from raypod.runs.upload.run_mirror import TAKEN, RunMirror
-from raypod.system import files
+from raypod.runs.upload.run_mirror import RunMirror
 from raypod.system.command_line import show
-from raypod.system.files import file_lock
-from raypod.system.redaction import redacted_output
+from raypod.system.companion import NOT_AGAIN, attending
 from raypod.system.remote.backends import check_scheme
 from raypod.system.remote.errors import secrets
 from raypod.system.remote.store import Store
@@ -36,45 +33,7 @@ STALLED = 75  # exit code of a process whose storage library hangs; the coordina
 _STALL_S = 900.0  # without progress; the longest time between two signs of it is that of a part at 0.1 Mbit/s
 _WATCH_S = 5.0
 _MANUAL_S = 3600.0  # if a person starts this process
-_LOCK, _LOCK_MARGIN_S = "storage.lock", 10.0
-
-
-class Input:
-    """The lines of standard input, which ends with the run."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._saved: List[str] = []
-        self._lock, self._wake = threading.Lock(), threading.Event()
-        self.has_ended = False
-
-    def listen(self) -> None:
-        """Read standard input to its end; then let this process live for the timeout."""
-        for line in sys.stdin:
-            with self._lock:
-                self._saved = [*self._saved[-99:], line.strip()]
-            self._wake.set()
-        timer = threading.Timer(self._timeout_s, os._exit, [1])
-        timer.daemon = True
-        timer.start()
-        self.has_ended = True
-        self._wake.set()
-
-    def take(self) -> List[str]:
-        """Return the names of the checkpoints that were saved since the last call."""
-        self._wake.clear()
-        if self.has_ended:
-            self._wake.set()
-        with self._lock:
-            taken, self._saved = self._saved, []
-        return taken
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for a line or the end; after the end for the time, at most a second."""
-        if self.has_ended:
-            time.sleep(min(timeout_s, 1.0))
-        else:
-            self._wake.wait(timeout_s)
+_LOCK = "storage.lock"
 
 
 def watch(store: Store) -> None:
@@ -110,19 +69,14 @@ def main() -> int:
     """Mirror a run until it ends; return 0 once everything is on the storage."""
     os.nice(NICE)
     args = _arguments()
-    entered = Input(args.timeout_s)
-    threading.Thread(target=entered.listen, name="input", daemon=True).start()
     run_dir = args.run_dir.resolve()
     store = Store(f"{args.url}/{run_dir.name}")
     kept = Retention(args.keep, Metric(args.metric, args.better))
-    # The process of an interrupted run may still upload the rest, while the run is resumed.
-    with redacted_output(secrets()), files.held(run_dir), file_lock(
-        run_dir / _LOCK, args.timeout_s + _LOCK_MARGIN_S, "run.storage_timeout_s"
-    ):
+    with attending(run_dir, run_dir / _LOCK, args.timeout_s, "run.storage_timeout_s", secrets()) as entered:
         threading.Thread(target=watch, args=(store,), name="watch", daemon=True).start()
         try:
             mirror = RunMirror(run_dir, store, kept, args.writer)
-            return 0 if mirror.follow(entered) else TAKEN if mirror.is_taken else 1
+            return 0 if mirror.follow(entered) else NOT_AGAIN if mirror.is_taken else 1
         except Exception:  # noqa: BLE001 - its text goes through the redaction
             traceback.print_exc()
             return 1

@@ -16,6 +16,7 @@ from raypod.runs.claim import Claim
 from raypod.runs.lease_file import Log
 from raypod.runs.upload import local_copies, mirror_record
 from raypod.runs.upload.local_copies import Snapshot
+from raypod.system.companion import write_state
 from raypod.system.files import rename_folder
 from raypod.system.urls import is_url
 from raypod.training.checkpoint import resume, storage
@@ -56,7 +57,7 @@ def restore(plan: Plan, claim: Claim, log: Log) -> Plan:
             _copy(snapshot, folder, not is_longer, claim.add, log)
         generation = max(each.manifest.generation for each in (own, newest.checkpoint) if each is not None)
         known = dataclasses.replace(mirror_record.read(folder), resumed=where, resumed_generation=generation)
-        mirror_record.write(folder, known)
+        write_state(folder / layout.STORAGE, known)
     except OSError as error:
         raise ConfigError(f"cannot write into the run folder {folder}: {error.strerror or error}") from None
     return _resuming(plan, resumed)
@@ -113,9 +114,8 @@ def _copy(snapshot: Snapshot, folder: Path, with_files: bool, add: Callable[[Pat
     try:
         checkpoint = _fetch_newest(snapshot, checkpoints, log)
         if with_files:
-            mirror_record.write(
-                folder, mirror_record.MirrorRecord(run_id=snapshot.run_id or mirror_record.read(folder).run_id)
-            )
+            run_id = snapshot.run_id or mirror_record.read(folder).run_id
+            write_state(folder / layout.STORAGE, mirror_record.MirrorRecord(run_id))
             _, messages = snapshot.run.fetch_files(folder, lambda name: name != layout.SUMMARY)
             for message in messages:
                 log(f"warning: {message}")

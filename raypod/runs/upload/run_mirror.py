@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import time
 import traceback
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
-from typing_extensions import Protocol
-
-from raypod.plan.layout import SUMMARY
+from raypod.plan.layout import STORAGE, SUMMARY
 from raypod.runs.upload import mirror_record
 from raypod.runs.upload.mirror_record import MirrorRecord
 from raypod.runs.upload.mirrored_checkpoints import MirroredCheckpoints
 from raypod.runs.upload.mirrored_files import MirroredFiles, latest_of
 from raypod.runs.upload.remote_index import PlaceTaken, RemoteIndex
 from raypod.system import files
+from raypod.system.companion import Input, SavedState
 from raypod.system.files import parse_json, replace_file, strict_json
 from raypod.system.remote.errors import describe
 from raypod.system.remote.store import Store
 from raypod.system.retries import growing, retried
 from raypod.training.checkpoint.format import Retention
 
-TAKEN = 76  # exit code of the process if another one has the place: it is not started again
 _INTERVAL_S = 10.0  # between rounds
 _FIRST_WAIT_S, _MOST_WAIT_S = 1.0, 30.0  # between attempts
 _SHARE = 0.05  # of the time for files that grow, which are uploaded as a whole
@@ -33,38 +29,31 @@ _LEAST_GAP_S = 1.0  # between rounds, if checkpoints follow each other faster
 _PATIENCE = 2  # failures in a row, before they are reported
 
 
-class Commands(Protocol):
-    """What the coordinator tells, see `process.Input`."""
-
-    has_ended: bool
-
-    def take(self) -> List[str]:
-        """Return the names of the checkpoints that were saved since the last call."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the next command, at most for a time."""
-
-
 class RunMirror:
     """Keeps the copy of a run folder on a storage up to date. `is_taken`: another process has the place."""
 
     def __init__(self, run_dir: Path, store: Store, kept: Retention, writer: str) -> None:
         self._run_dir, self._store = run_dir, store
-        self._memory = mirror_record.read(run_dir)
+        self._file = SavedState(run_dir / STORAGE, MirrorRecord())
         is_known = self._memory.place == store.url
         is_own_log = functools.partial(mirror_record.is_run_of, run_dir)
         self._index = RemoteIndex(store, self._memory.run_id, writer, is_known, is_own_log)
         self._files = MirroredFiles(run_dir, store, self._index)
         self._checkpoints = MirroredCheckpoints(run_dir, store, kept, self._index.check)
-        self._before = self._written = self._memory  # the counts of an earlier process of this run; what the file has
+        self._before = self._memory  # the counts of an earlier process of this run
         self._failed_in_a_row = 0
         self._is_new = True  # the connection
         self.is_taken = False
 
-    def follow(self, commands: Commands) -> bool:
+    @property
+    def _memory(self) -> MirrorRecord:
+        return self._file.state
+
+    def follow(self, commands: Input) -> bool:
         """Mirror the run until it ends. Return whether everything is on the storage: nothing here is damaged.
 
-        Errors of the storage are repeated without end: the coordinator ends this process.
+        The commands name checkpoints that were saved. Errors of the storage are repeated without end: the coordinator
+        ends this process.
         """
         self._remember(is_complete=False)  # the process of an earlier start may have ended after the run began
         try:
@@ -80,10 +69,10 @@ class RunMirror:
             self._remember(error=describe(error), last_error=describe(error), pending=self._pending())
             return False
 
-    def _retried(self, action: Callable[[], None], commands: Commands) -> None:
+    def _retried(self, action: Callable[[], None], commands: Input) -> None:
         retried(action, growing(_FIRST_WAIT_S, _MOST_WAIT_S), self._note_failure, sleep=commands.wait)
 
-    def _pause(self, commands: Commands, took_s: float) -> None:
+    def _pause(self, commands: Input, took_s: float) -> None:
         """Wait for the next round."""
         least_s = max(_LEAST_GAP_S, took_s)
         ends_s = time.monotonic() + max(_INTERVAL_S, took_s / _SHARE)
@@ -94,7 +83,7 @@ class RunMirror:
             time.sleep(min(gap_s, 0.1))
             gap_s -= 0.1
 
-    def _round(self, commands: Commands) -> None:
+    def _round(self, commands: Input) -> None:
         files.check_held(self._run_dir)  # another folder there has nothing of this run
         self._store.is_busy = True
         saved = commands.take()
@@ -118,12 +107,12 @@ class RunMirror:
         self._remember(**self._left())
         self._store.is_busy = False
 
-    def _finish(self, commands: Commands) -> None:
+    def _finish(self, commands: Input) -> None:
         """Upload `summary.json` with the counts of the mirror, and the index."""
         is_summarized = (self._run_dir / SUMMARY).is_file()
         if is_summarized:
-            found = dataclasses.replace(self._counted(), pending=tuple(self._damaged))
-            add_to_summary(self._run_dir, found, self._store.url)
+            self._remember(pending=self._damaged)
+            add_to_summary(self._run_dir, self._memory, self._store.url)
         self._remember(pending=[*self._damaged, *([SUMMARY] if is_summarized else [])])
 
         def upload() -> None:
@@ -146,7 +135,7 @@ class RunMirror:
         """Return what is to be remembered after uploads: nothing is missing except what is damaged on this host."""
         damaged = self._damaged
         error = describe(next(iter(damaged.values()))) if damaged else ""
-        return {"pending": list(damaged), "error": error, **({"last_error": error} if damaged else {})}
+        return {"pending": damaged, "error": error, **({"last_error": error} if damaged else {})}
 
     def _note_failure(self, error: Exception) -> bool:
         """Record a failure; return whether what failed is repeated."""
@@ -164,25 +153,15 @@ class RunMirror:
         self._remember(error=shown, last_error=text, failures=failures, pending=self._pending())
         return True
 
-    def _counted(self) -> MirrorRecord:
+    def _remember(self, **changed: Any) -> None:
         before = self._before
-        return dataclasses.replace(
-            self._memory,
+        self._file.remember(
             checkpoints=before.checkpoints + self._checkpoints.uploads,
             files=before.files + self._files.uploads,
             uploaded_bytes=before.uploaded_bytes + self._store.written_bytes,
             skipped_checkpoints=before.skipped_checkpoints + len(self._checkpoints.skipped),
+            **{**changed, "pending": tuple(changed.get("pending", self._memory.pending))},
         )
-
-    def _remember(self, **changed: Any) -> None:
-        if "pending" in changed:
-            changed["pending"] = tuple(changed["pending"])
-        found = dataclasses.replace(self._counted(), **changed)
-        self._memory = found
-        if found != self._written:
-            with contextlib.suppress(OSError):  # a full or lost disk: the file keeps an older state
-                mirror_record.write(self._run_dir, found)
-                self._written = found
 
 
 def add_to_summary(run_dir: Path, found: MirrorRecord, url: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Callable, Deque, Dict, List, Optional
 from raypod.errors import CheckpointDamaged, RaypodError, summarize_exception
 from raypod.events import CheckpointSaved, Event, RunEnded, RunStarted
 from raypod.plan.plan import Plan
+from raypod.runs.callback import Callback
 from raypod.runtime.coordinator import copy_sender
 from raypod.runtime.coordinator.copy_sender import Source
 from raypod.runtime.coordinator.copy_targets import Abandoned, CopyTargets, SharedDisk
@@ -29,7 +30,7 @@ _POLL_S, _QUIET_S = 0.05, 2.0
 _FLAG = "--checkpoint-copies"
 
 
-class CheckpointCopies:
+class CheckpointCopies(Callback):
     """The copies of one run: a context that ends the thread, to be left before the fleet is closed.
 
     `run_id` is the name of the run on other hosts, once it has begun.
@@ -49,7 +50,7 @@ class CheckpointCopies:
         Args:
             plan: the plan of the run.
             fleet: its hosts.
-            warn: receives warnings, in the thread that calls `handle`.
+            warn: receives warnings, in the thread that calls `on_event`.
             print_line: receives a line about the wait at the end, likewise.
             seconds_left: returns the time until this process must end; None for no limit.
             folder: that of the copies of all runs, on every host.
@@ -72,7 +73,7 @@ class CheckpointCopies:
         self._held: List[str] = []  # the other hosts that have a copy of it
         self._failed = 0  # transfers
 
-    def handle(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Begin with the run, copy each checkpoint that is saved, and wait at the end. Called in one thread."""
         if self._copies == 1:
             return
@@ -107,9 +108,6 @@ class CheckpointCopies:
         name = self._newest.name if self._newest else None
         counts = {"wanted": self._copies, "held": len(hosts), "failed": self._failed}
         return {"checkpoint_copies": {"run_id": self.run_id, "checkpoint": name, **counts, "hosts": hosts}}
-
-    def __enter__(self) -> CheckpointCopies:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """End the thread. A transfer in progress leaves a partial copy, which the next one on that host removes."""

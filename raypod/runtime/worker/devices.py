@@ -10,8 +10,8 @@ from typing import Any, List, Optional, Sequence
 
 from raypod.errors import ConfigError
 from raypod.runtime.worker import collectives
+from raypod.system.companion import end_session
 from raypod.system.last_line import last_line
-from raypod.system.session_process import end_session
 
 # What PopTorch's compiler says of names that it does not have, or that have values of another type.
 _REJECTED_OPTION = re.compile(r"Unknown (?:\w+ )?(?:option|pattern) '?([\w.]+)'?")

@@ -20,12 +20,12 @@ import numpy as np
 from raypod.errors import ConfigError
 from raypod.plan.config import Config
 from raypod.plan.values import parse_size
+from raypod.system.companion import end_session, start_module
 from raypod.system.files import parse_json
 from raypod.system.remote.backends import check_scheme
 from raypod.system.remote.errors import describe
 from raypod.system.remote.store import Store
 from raypod.system.retries import growing, retried
-from raypod.system.session_process import end_session, start_module
 from raypod.training.data import shards
 from raypod.training.data.arrays import load_mapped
 from raypod.training.data.read_failures import ReadFailed, StillLoading

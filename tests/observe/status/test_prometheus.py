@@ -48,12 +48,12 @@ def scraped(status: RunStatus) -> Dict[str, float]:
 
 
 def train(status: RunStatus, calls: int) -> None:
-    status.handle(events.RunStarted("emulated", "", 2, 1, (), 3, STARTED))
-    status.handle(PhaseBegun("training", 2))
+    status.on_event(events.RunStarted("emulated", "", 2, 1, (), 3, STARTED))
+    status.on_event(PhaseBegun("training", 2))
     for update in range(2, 2 + calls):
-        status.handle(CallDone(update, (), (CallTimes(0, 0.2, 0.1, 0.05), CallTimes(1, 0.002, 0.0, 0.0))))
+        status.on_event(CallDone(update, (), (CallTimes(0, 0.2, 0.1, 0.05), CallTimes(1, 0.002, 0.0, 0.0))))
         rates = {"words_per_s": 7.0}
-        status.handle(UpdateDone(update + 1, 1, {"loss": math.nan}, 1, 50.0, 1.0, 0.25, part_rates=rates))
+        status.on_event(UpdateDone(update + 1, 1, {"loss": math.nan}, 1, 50.0, 1.0, 0.25, part_rates=rates))
 
 
 def test_a_run_before_its_first_update_has_no_unknown_values(status: RunStatus) -> None:
@@ -94,12 +94,12 @@ def test_faults_checkpoints_and_evaluations_are_counted(status: RunStatus) -> No
     train(status, calls=1)
     up = 'raypod_instance_up{instance="1",host="h1"}'
     assert scraped(status)[up] == 1
-    status.handle(events.InstanceLost(1, "h1", "died", "killed", "", "", ""))
+    status.on_event(events.InstanceLost(1, "h1", "died", "killed", "", "", ""))
     assert scraped(status)[up] == 0
-    status.handle(events.Repaired((1,), ("h1",), "instance 0", 3, 1.0, 1, 4, (), STARTED))
-    status.handle(events.CheckpointSaved(3, "update-3", "0"))
-    status.handle(events.CheckpointFailed(3, "update-3", "full", ""))
-    status.handle(events.EvaluationDone(1, {"loss": 2.0}, 3, 1))
+    status.on_event(events.Repaired((1,), ("h1",), "instance 0", 3, 1.0, 1, 4, (), STARTED))
+    status.on_event(events.CheckpointSaved(3, "update-3", "0"))
+    status.on_event(events.CheckpointFailed(3, "update-3", "full", ""))
+    status.on_event(events.EvaluationDone(1, {"loss": 2.0}, 3, 1))
     found = scraped(status)
     assert (found[up], found["raypod_restarts_total"], found["raypod_generation"]) == (1, 1, 4)
     assert (found["raypod_checkpoints_total"], found["raypod_checkpoint_failures_total"]) == (1, 1)

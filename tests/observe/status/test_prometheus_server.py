@@ -93,10 +93,10 @@ def test_a_run_is_scraped_and_the_alert_about_a_frozen_instance_fires(
 
     status = RunStatus(make(training={"updates": 9}, pod={"replicas": 2, "num_instances": 2}), beats)
     started = tuple(InstanceStarted(index, "h", 10, "emulated", "", 1, ()) for index in (0, 1))
-    status.handle(RunStarted("emulated", "", 0, 1, (), 1, started))
+    status.on_event(RunStarted("emulated", "", 0, 1, (), 1, started))
     for update in range(3):
-        status.handle(CallDone(update, (), tuple(CallTimes(index, 0.2, 0.0, 0.0) for index in (0, 1))))
-        status.handle(UpdateDone(update + 1, 1, {"loss": 0.5}, 1, 50.0, 1.0))
+        status.on_event(CallDone(update, (), tuple(CallTimes(index, 0.2, 0.0, 0.0) for index in (0, 1))))
+        status.on_event(UpdateDone(update + 1, 1, {"loss": 0.5}, 1, 50.0, 1.0))
     with TokenServer({"/metrics": lambda query: scrape_response(status)}) as endpoint:
         endpoint.write_token(tmp_path / TOKEN_FILE)
         with prometheus(tmp_path, endpoint.port) as server:

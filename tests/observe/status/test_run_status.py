@@ -45,7 +45,7 @@ def statuses(plan: Plan, fleet: ScriptedFleet) -> List[Tuple[Any, Dict[str, Any]
     status = RunStatus(plan, lambda: {0: Beat(beat, 0.0)})
     found: List[Tuple[Any, Dict[str, Any]]] = [(None, status.snapshot())]
     for event in coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)):
-        status.handle(event)
+        status.on_event(event)
         found.append((event, json.loads(strict_json(status.snapshot()))))
     return found
 
@@ -95,9 +95,9 @@ def test_an_elastic_run_that_is_rolled_back_shows_nothing_of_the_updates_that_ar
 ) -> None:
     status = RunStatus(make(pod={"replicas": 8, "num_instances": 4, "elastic": True}), dict)
     for number in (4, 5, 6):
-        status.handle(events.UpdateDone(number, 1, {"loss": 1.0 * number, "accuracy": 0.0}, 32 * number, 9.0, 2.0))
-    status.handle(events.EvaluationDone(10, {"loss": 1.0}, 6, 1))
-    status.handle(events.Repaired((0,), ("a",), "a checkpoint", 5, 2.0, 1, 2, (), ()))
+        status.on_event(events.UpdateDone(number, 1, {"loss": 1.0 * number, "accuracy": 0.0}, 32 * number, 9.0, 2.0))
+    status.on_event(events.EvaluationDone(10, {"loss": 1.0}, 6, 1))
+    status.on_event(events.Repaired((0,), ("a",), "a checkpoint", 5, 2.0, 1, 2, (), ()))
     found = status.snapshot()
     assert (found["update"], found["metrics"]["loss"], found["last_evaluation"]) == (5, 5.0, None)
     assert found["recent_updates"]["update"] == [4, 5]
@@ -107,10 +107,10 @@ def test_a_run_that_changes_its_size_shows_its_new_instances(make: Callable[...,
     plan = make(pod={"replicas": 8, "num_instances": 4})
     status = RunStatus(plan, dict)
     instances = tuple(InstanceStarted(each, host, each, "emulated", "", 1, ()) for each, host in enumerate("abcd"))
-    status.handle(events.RunStarted("emulated", "", 0, 1, (), 1, instances))
-    status.handle(InstanceLost(3, "d", "died", "its process died", "", "", "instance-3.log"))
-    status.handle(events.Resized(5, 4, 2, 8, ("a", "b"), "host d is lost"))
-    status.handle(events.Repaired((0, 1), ("a", "b"), "a checkpoint", 5, 2.0, 1, 2, (), instances[:2]))
+    status.on_event(events.RunStarted("emulated", "", 0, 1, (), 1, instances))
+    status.on_event(InstanceLost(3, "d", "died", "its process died", "", "", "instance-3.log"))
+    status.on_event(events.Resized(5, 4, 2, 8, ("a", "b"), "host d is lost"))
+    status.on_event(events.Repaired((0, 1), ("a", "b"), "a checkpoint", 5, 2.0, 1, 2, (), instances[:2]))
     found = status.snapshot()
     assert [(each["host"], each["replicas"], each["ipus"]) for each in found["instances"]] == [
         ("a", [0, 2], [0, 2]),

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Dict, List, Optional
 
+import psutil
 import pytest
 
 from raypod import train
 from raypod.api.request import plan_of
 from raypod.errors import ConfigError
-from raypod.events import EvaluationDone, PhaseBegun, RunStarted, UpdateDone
+from raypod.events import EvaluationDone, PhaseBegun, RunEnded, RunStarted, UpdateDone
 from raypod.observe.trackers import process, tracker_record
-from raypod.observe.trackers import processes as processes_module
 from raypod.observe.trackers.follower import Follower
 from raypod.observe.trackers.processes import TrackerProcesses
 from raypod.observe.trackers.tracker import Point, RunFacts, Steps
 from raypod.runs import run_folder
 from raypod.runs.lines import line_of
+from raypod.system.companion import Input, write_state
 from raypod.system.redaction import Redaction
 from tests.support import ROOT
 from tests.support.bounded import wait_until
+from tests.support.companions import FakeProcesses
 from tests.support.faulty_disks import FlushedFiles
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--replicas", "2", "--lr-schedule", "constant"]
@@ -62,7 +62,8 @@ def steps_of(path: Path, name: str) -> List[int]:
 
 def test_a_loss_of_power_keeps_what_a_tracker_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed, path = FlushedFiles(monkeypatch), tracker_record.path_of(tmp_path, "wandb")
-    tracker_record.write(path, tracker_record.TrackerRecord("its run"))
+    path.parent.mkdir()
+    write_state(path, tracker_record.TrackerRecord("its run"))
     assert flushed.survive(path)
 
 
@@ -105,13 +106,18 @@ def test_an_update_whose_reports_are_missing_has_no_metrics(tmp_path: Path) -> N
     assert point.values == {"training/samples_per_s": 10.0}
 
 
-class Ended:
+class Ended(Input):
     """A run that ended, as seen by the process of a tracker."""
 
-    word = "finished"
+    def __init__(self) -> None:
+        self.has_ended, self.lines = True, ["finished"]
 
-    def wait(self, timeout_s: float) -> bool:
-        return True
+    def take(self) -> List[str]:
+        lines, self.lines = self.lines, []
+        return lines
+
+    def wait(self, timeout_s: float) -> None:
+        """See `Input.wait`."""
 
 
 class Unreliable:
@@ -155,8 +161,9 @@ def test_a_tracker_that_fails_everywhere_gets_every_point_once(tmp_path: Path, m
     calls: List[Any] = []
     failed: List[str] = []
     path = tracker_record.path_of(tmp_path, "own")
+    path.parent.mkdir()
     session = process.Session(lambda: Unreliable(calls, failed), tmp_path, 0.0, path)
-    session.follow(Ended(), "report")  # type: ignore[arg-type]
+    session.follow(Ended(), "report")
     assert failed == ["open", "recorded", "log", "add_artifact", "close"]
     assert [point.step for point in calls] == [1, 2, 3, 4, 5]
     assert tracker_record.read(path) == tracker_record.TrackerRecord("id", 5, -1, "", True)
@@ -168,22 +175,22 @@ def test_the_end_of_the_process_of_an_earlier_start_hides_nothing(
     make: Any, monkeypatch: pytest.MonkeyPatch, code: Optional[int]
 ) -> None:
     plan, warnings = make(run={"trackers": FAKE, "tracker_timeout_s": 0.001}), []  # type: ignore[var-annotated]
-    child = SimpleNamespace(stdin=io.BytesIO(), poll=lambda: code)
-    monkeypatch.setattr(processes_module, "start_module", lambda *arguments: child)
-    monkeypatch.setattr(processes_module, "end_session", lambda child: None)
+    fakes, was_complete = FakeProcesses(monkeypatch), []  # type: FakeProcesses, List[bool]
     path = tracker_record.path_of(Path(plan.run_dir), FAKE)
 
     def seen() -> Any:
-        child.was_complete = tracker_record.read(path).is_complete
+        was_complete.append(tracker_record.read(path).is_complete)
         raise SystemExit
 
     with TrackerProcesses(plan, warnings.append, 0.0) as running:
-        running.handle(RunStarted("emulated", "", 0, 1, ()))
-        tracker_record.write(path, tracker_record.TrackerRecord("id", 5, -1, "", True))
+        running.on_event(RunStarted("emulated", "", 0, 1, ()))
+        write_state(path, tracker_record.TrackerRecord("id", 5, -1, "", True))
         if code is None:  # the new one has waited for it, and cannot reach its server
             with pytest.raises(SystemExit):
-                process.Session(seen, Path(plan.run_dir), 0.0, path).follow(Ended(), "none")  # type: ignore[arg-type]
-            assert not child.was_complete
+                process.Session(seen, Path(plan.run_dir), 0.0, path).follow(Ended(), "none")
+            assert was_complete == [False]
+        (fake,) = fakes.started
+        fake.hangs, fake.code = code != 0, code or None
     assert len(warnings) == (0 if code == 0 else 1)
 
 
@@ -228,11 +235,12 @@ def test_failures_and_the_death_of_the_coordinator(fake: Path, make: Any, monkey
     run_dir, warnings = Path(plan.run_dir), []  # type: ignore[var-annotated]
     append(run_dir / "metrics.jsonl", update(1))
     with TrackerProcesses(plan, warnings.append, 0.0) as running:
-        running.handle(RunStarted("emulated", "", 0, 1, ()))
-        (child,) = running._processes.values()
+        running.on_event(RunStarted("emulated", "", 0, 1, ()))
+        (child,) = [each.process for each in running._processes]
+        assert child is not None
         assert wait_until(lambda: bool(tracker_record.read(tracker_record.path_of(run_dir, FAKE)).error))
-        for _ in range(2):
-            running.handle(PhaseBegun("training", 1))
+        running._processes[0]._looked_s = 0.0
+        running.on_event(PhaseBegun("training", 1))
         away.unlink()
         append(run_dir / "metrics.jsonl", update(2))
         assert child.stdin is not None
@@ -245,6 +253,31 @@ def test_failures_and_the_death_of_the_coordinator(fake: Path, make: Any, monkey
     contents = [file.read_bytes() for file in run_dir.rglob("*") if file.is_file()]
     assert any(b"the server is away from ***" in content for content in contents)
     assert not any(b"the-secret-key" in content for content in contents)
+
+
+def test_a_tracker_whose_process_is_killed_is_started_again(fake: Path, make: Any, processes: None) -> None:
+    plan, warnings = make(run={"trackers": FAKE, "tracker_timeout_s": 60.0}), []  # type: ignore[var-annotated]
+    run_folder.create(plan)
+    run_dir = Path(plan.run_dir)
+    append(run_dir / "metrics.jsonl", update(1))
+    path = tracker_record.path_of(run_dir, FAKE)
+
+    def has_recorded(number: int) -> bool:
+        running.on_event(PhaseBegun("training", 1))
+        return tracker_record.read(path).training == number
+
+    with TrackerProcesses(plan, warnings.append, 0.0) as running:
+        running.on_event(RunStarted("emulated", "", 0, 1, ()))
+        assert wait_until(lambda: has_recorded(1))
+        (child,) = psutil.Process().children()
+        child.kill()
+        append(run_dir / "metrics.jsonl", update(2))
+        assert wait_until(lambda: has_recorded(2))
+        running.on_event(RunEnded(2, False, "", None))
+    assert warnings == []
+    assert steps_of(fake, "training/loss") == [1, 2]
+    assert [line["opened"] for line in lines_of(fake) if "opened" in line] == [None, "first"]
+    assert lines_of(fake)[-1]["closed"] == "finished"
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List
 
 import pytest
 
@@ -17,55 +15,30 @@ from raypod.runs.upload import mirror as mirror_module
 from raypod.runs.upload import mirror_record
 from raypod.runs.upload.mirror import Mirror
 from raypod.runs.upload.mirror_record import MirrorRecord
-from raypod.runs.upload.run_mirror import TAKEN
+from raypod.system import companion
+from raypod.system.companion import NOT_AGAIN, write_state
+from tests.support.companions import FakeProcesses
 
 STARTED = RunStarted("emulated", "", 0, 1, (), 1, ())
 IDLE = PhaseBegun("training", 0)
 
 
-class FakeProcess:
-    """The process that mirrors a run, in name only: its arguments, and the lines that it got."""
-
-    def __init__(self, arguments: List[str]) -> None:
-        self.arguments, self.lines, self.hangs = arguments, [], True  # type: ignore[var-annotated]
-        self.code: Optional[int] = None
-        self._reading, writing = os.pipe()
-        self.stdin = os.fdopen(writing, "wb", buffering=0)
-
-    def poll(self) -> Optional[int]:
-        return 0 if self.stdin.closed and not self.hangs else self.code
-
-    def end(self) -> None:
-        self.stdin.close()
-        with os.fdopen(self._reading) as lines:
-            self.lines = lines.read().split()
-
-
-class Mirrored:
+class Mirrored(FakeProcesses):
     """A mirror with a scripted clock, its processes, its warnings and its lines."""
 
     def __init__(self, make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, **run: Any) -> None:
-        self.now_s, self.processes, self.warnings, self.lines = 50.0, [], [], []  # type: ignore[var-annotated]
-        clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep)
-        monkeypatch.setattr(mirror_module, "time", clock)
-        monkeypatch.setattr(mirror_module, "start_module", self._start)
-        monkeypatch.setattr(mirror_module, "end_session", FakeProcess.end)
+        super().__init__(monkeypatch)
+        monkeypatch.setattr(mirror_module, "time", self.clock)
+        self.warnings: List[str] = []
+        self.lines: List[str] = []
         plan = make(run={"storage_path": "file:///remote", "storage_timeout_s": 9, **run})
         self.folder = Path(plan.run_dir)
         (self.folder / "summary.json").write_text("{}")
         self.mirror = Mirror(plan, self.warnings.append, self.lines.append)
 
-    def _start(self, module: str, arguments: List[str], log: Path) -> FakeProcess:
-        assert (module, log) == ("raypod.runs.upload.process", self.folder / "logs" / "storage.log")
-        self.processes.append(FakeProcess(arguments))
-        return self.processes[-1]  # type: ignore[no-any-return]
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
     def __enter__(self) -> Mirrored:
         self.mirror.__enter__()
-        self.mirror.handle(STARTED)
+        self.mirror.on_event(STARTED)
         return self
 
     def __exit__(self, *arguments: Any) -> None:
@@ -74,10 +47,10 @@ class Mirrored:
     def look(self, after_s: float, **remembered: Any) -> int:
         """Let the coordinator look after a time, when the process remembers something; return the number of starts."""
         if remembered:
-            mirror_record.write(self.folder, MirrorRecord(**remembered))
+            write_state(self.folder / "storage.json", MirrorRecord(**remembered))
         self.now_s += after_s
-        self.mirror.handle(IDLE)
-        return len(self.processes)
+        self.mirror.on_event(IDLE)
+        return len(self.started)
 
     def stored(self) -> Dict[str, Any]:
         return dict(json.loads((self.folder / "summary.json").read_text()).get("storage", {}))
@@ -93,15 +66,15 @@ def mirrored(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> Make
 
 def test_the_process_gets_the_settings_and_the_checkpoints_of_the_run(mirrored: Make) -> None:
     run = mirrored(keep_checkpoints=1, keep_remote=9)
-    mirror_record.write(
-        run.folder, MirrorRecord("the run", "file:///remote/run", failures=7, error="of an earlier start")
-    )
+    before = MirrorRecord("the run", "file:///remote/run", failures=7, error="of an earlier start")
+    write_state(run.folder / "storage.json", before)
     with run:
         assert mirror_record.read(run.folder) == MirrorRecord("the run", "file:///remote/run")
-        run.mirror.handle(CheckpointSaved(4, "checkpoints/update-00000004", "0"))
-        mirror_record.write(run.folder, MirrorRecord("the run", is_complete=True))
-        run.processes[0].hangs = False
-    (process,) = run.processes
+        run.mirror.on_event(CheckpointSaved(4, "checkpoints/update-00000004", "0"))
+        write_state(run.folder / "storage.json", MirrorRecord("the run", is_complete=True))
+        run.started[0].hangs = False
+    (process,) = run.started
+    assert (process.module, process.log) == ("raypod.runs.upload.process", run.folder / "logs" / "storage.log")
     assert process.arguments[:2] == [str(run.folder), "file:///remote"]
     assert {"--keep=9", "--timeout-s=9.0", "--metric=accuracy", "--better=higher"} < set(process.arguments)
     assert process.lines == ["update-00000004"]
@@ -116,7 +89,7 @@ def test_a_process_that_hangs_costs_one_warning_and_the_time_limit(mirrored: Mak
         assert "file:///remote/run has not answered for 30 s; the run continues" in run.warnings[0]
         began_s = run.now_s
     assert run.now_s - began_s == pytest.approx(9.0, abs=0.06)
-    assert run.processes[0].stdin.closed
+    assert run.started[0].stdin.closed
     assert len(run.warnings) == 1
     (line,) = run.lines
     missing = "everything since the last upload"
@@ -130,7 +103,7 @@ def test_an_error_is_one_warning_and_in_the_end_a_line_names_what_is_missing(mir
         run.look(0.5, place="x", pending=tuple("abcd"), **error)
         run.look(1.0)
         run.look(2.0)
-        run.processes[0].code = TAKEN
+        run.started[0].code = NOT_AGAIN
         assert run.look(100.0) == 1, "a process that has found the place taken is not started again"
     (warning,) = run.warnings
     assert "run fails: OSError: full; the run continues, and the mirror tries again; see logs/storage.log" in warning
@@ -142,19 +115,23 @@ def test_an_error_is_one_warning_and_in_the_end_a_line_names_what_is_missing(mir
 @pytest.mark.parametrize("error", ["", "OSError: an outage"])
 def test_a_process_that_dies_is_started_again_less_and_less_often(mirrored: Make, error: str) -> None:
     with mirrored() as run:
-        mirror_record.write(run.folder, MirrorRecord(place="x", error=error))
+        write_state(run.folder / "storage.json", MirrorRecord(place="x", error=error))
         for number, pause_s in enumerate((1.0, 5.0, 30.0, 60.0, 60.0), start=1):
-            run.processes[-1].code = 75
+            run.started[-1].code = 75
             assert run.look(pause_s) == number
+            assert len(run.warnings) == (1 if error or number > 1 else 0)
             assert run.look(1.0) == number + 1
-            assert run.processes[-2].stdin.closed
-        run.processes[-1].code = 75
-    assert len(run.processes) == 7, "once more for what is left at the end"
+            assert run.started[-2].stdin.closed
+        run.started[-1].code = 75
+    assert len(run.started) == 7, "once more for what is left at the end"
+    assert len(run.warnings) == 1
+    words = f"fails: {error or 'its process ends repeatedly'}; the run continues, and the mirror tries again"
+    assert words in run.warnings[0]
 
 
 def test_the_end_of_an_earlier_process_of_the_run_hides_nothing(mirrored: Make) -> None:
     with mirrored() as run:
-        mirror_record.write(run.folder, MirrorRecord("the run", is_complete=True))
+        write_state(run.folder / "storage.json", MirrorRecord("the run", is_complete=True))
     assert "does not hold everything since the last upload at the end of the run" in run.warnings[0]
     assert run.stored()["not_mirrored"] == ["everything since the last upload"]
     assert not mirror_record.read(run.folder).is_complete
@@ -162,10 +139,10 @@ def test_the_end_of_an_earlier_process_of_the_run_hides_nothing(mirrored: Make) 
 
 def test_a_run_that_another_process_has_taken_over_is_left_at_once(mirrored: Make) -> None:
     run = mirrored()
-    run.mirror.handle(STARTED)
+    run.mirror.on_event(STARTED)
     run.mirror.__exit__(LeaseLost, LeaseLost("run", "pid 7"), None)
     assert (run.now_s, run.warnings, run.stored()) == (50.0, [], {})
-    assert run.processes[0].stdin.closed
+    assert run.started[0].stdin.closed
 
 
 def test_a_process_that_cannot_be_started_is_a_warning(mirrored: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,8 +150,8 @@ def test_a_process_that_cannot_be_started_is_a_warning(mirrored: Make, monkeypat
         raise OSError(11, "Resource temporarily unavailable")
 
     run = mirrored()
-    monkeypatch.setattr(mirror_module, "start_module", fail)
+    monkeypatch.setattr(companion, "start_module", fail)
     with run:
-        run.mirror.handle(CheckpointSaved(4, "checkpoints/update-00000004", "0"))
+        run.mirror.on_event(CheckpointSaved(4, "checkpoints/update-00000004", "0"))
     (warning,) = run.warnings
     assert "cannot be used: its process cannot be started: Resource temporarily unavailable" in warning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_process_that_cannot_upload_ends_at_its_limit_and_shows_no_secret(
     (tmp_path / SECRET).touch()  # no folder
     run = write_run(tmp_path / "run")
     with mirroring(run, f"file://{tmp_path}/{SECRET}", "--timeout-s=3") as process:
-        assert finish(process) == 1
+        assert finish(process) == -signal.SIGKILL
     found = mirror_record.read(run)
     assert "***" in found.error
     assert (found.place, found.is_complete) == ("", False)

@@ -18,6 +18,7 @@ from raypod.runs.upload.mirrored_checkpoints import MirroredCheckpoints
 from raypod.runs.upload.mirrored_files import MirroredFiles
 from raypod.runs.upload.remote_index import RemoteIndex
 from raypod.runs.upload.remote_run import RemoteRun
+from raypod.system.companion import write_state
 from raypod.system.files import replace_file
 from raypod.system.remote.store import Store
 from raypod.training.checkpoint import storage
@@ -223,7 +224,7 @@ def test_a_run_whose_identity_was_lost_is_known_by_its_event_log(
 
 def test_a_loss_of_power_keeps_the_identity_of_a_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed = FlushedFiles(monkeypatch)
-    mirror_record.write(run, mirror_record.MirrorRecord("the run"))
+    write_state(run / "storage.json", mirror_record.MirrorRecord("the run"))
     assert flushed.survive(run / layout.STORAGE)
 
 

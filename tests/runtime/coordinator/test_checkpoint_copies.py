@@ -85,14 +85,14 @@ class Session:
         self._stack.enter_context(self.copies)
 
     def start(self) -> Session:
-        self.copies.handle(STARTED)
+        self.copies.on_event(STARTED)
         return self
 
     def save(self, update: int) -> Checkpoint:
         """Write a checkpoint, and report it to the copies."""
         checkpoint = save(self.plan, update, keep=2)
         began_s = time.monotonic()
-        self.copies.handle(CheckpointSaved(update, str(checkpoint.path), ""))
+        self.copies.on_event(CheckpointSaved(update, str(checkpoint.path), ""))
         assert time.monotonic() - began_s < 5, "the run waits for copies"
         return checkpoint
 
@@ -101,7 +101,7 @@ class Session:
 
     def end(self, interrupted: bool = False) -> Dict[str, Any]:
         """End the run; return the entry of its summary."""
-        self.copies.handle(RunEnded(0, interrupted, "", None))
+        self.copies.on_event(RunEnded(0, interrupted, "", None))
         found: Dict[str, Any] = self.copies.summary()["checkpoint_copies"]
         self.close()
         return found
@@ -218,7 +218,7 @@ def test_a_checkpoint_that_is_removed_before_it_is_sent_is_passed_over(session: 
     run = session("b")
     removed = save(run.plan, 44)
     files.remove_folder(removed.path)
-    run.copies.handle(CheckpointSaved(44, str(removed.path), ""))
+    run.copies.on_event(CheckpointSaved(44, str(removed.path), ""))
     run.save(88)
     assert run.is_held("b", 88)
     assert (run.end()["failed"], run.warnings) == (0, [])
@@ -229,7 +229,7 @@ def test_a_checkpoint_that_is_damaged_here_is_no_fault_of_the_other_host(session
     damaged = save(run.plan, 44)
     weights = damaged.path / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    run.copies.handle(CheckpointSaved(44, str(damaged.path), ""))
+    run.copies.on_event(CheckpointSaved(44, str(damaged.path), ""))
     assert wait_until(lambda: run.copies._failed == 1)
     run.save(88)
     assert run.is_held("b", 88)
@@ -249,7 +249,7 @@ def test_the_end_of_the_run_waits_for_a_limited_time(session: Open) -> None:
 
     run.fleet.faults["b"] = wait
     run.save(44)
-    run.copies.handle(RunEnded(44, False, "", None))
+    run.copies.on_event(RunEnded(44, False, "", None))
     released.set()
     summary = run.copies.summary()["checkpoint_copies"]
     assert (summary["checkpoint"], summary["held"]) == ("update-00000044", 1)
@@ -333,7 +333,7 @@ def test_a_run_continues_from_a_copy_with_the_same_weights(make: Make, tmp_path:
         with contextlib.closing(events):  # type: ignore[type-var]
             for event in events:
                 for recorder in (sinks, state, copies):
-                    recorder.handle(event)
+                    recorder.on_event(event)
                 if isinstance(event, CheckpointSaved) and event.update == 8:
                     assert wait_until(lambda: 8 in fleet.held("b"))
                     break  # the coordinator is lost, with its disk

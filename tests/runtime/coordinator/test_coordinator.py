@@ -10,11 +10,10 @@ from typing import Any, Callable, Iterator, List, Optional
 
 import pytest
 
-from raypod.api.training import LogReporter, Training
 from raypod.errors import ConfigError
 from raypod.events import CallReport, EvaluationDone, InstanceWarned, RunEnded, UpdateDone
 from raypod.plan.plan import Plan, Segment
-from raypod.runs.run_view import RunView
+from raypod.runs.callback import Reporter
 from raypod.runtime.coordinator import checkpoint_schedule
 from raypod.runtime.workers.scripted import ScriptedFleet
 from raypod.training.checkpoint.format import Checkpoint
@@ -103,12 +102,9 @@ def test_each_warning_is_an_event_once(make: Make) -> None:
     assert warned == [InstanceWarned(0, text, plan.log_file(0)) for text in texts]
 
 
-def test_the_user_is_warned(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    run: Any = SimpleNamespace(plan=make(), found=None, claim=SimpleNamespace(folder=None))
-    training = Training.__new__(Training)
-    training._run, training._reporter, training._view = run, LogReporter(), RunView(run.plan)
+def test_the_user_is_warned(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "raypod"):
-        training._record(InstanceWarned(0, "UserWarning: x", "logs/instance-0.log"), [])
+        Reporter().on_event(InstanceWarned(0, "UserWarning: x", "logs/instance-0.log"))
     assert caplog.messages == ["UserWarning: x (instance 0; its log: logs/instance-0.log)"]
 
 

@@ -158,7 +158,7 @@ def recorded(plan: Plan, fleet: ScriptedFleet, stop: Optional[Stop] = None) -> L
     found = []
     with Sinks(plan) as sinks:
         for event in coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0), stop=stop):
-            sinks.handle(event)
+            sinks.on_event(event)
             found.append(event)
     return found
 

@@ -120,8 +120,8 @@ def test_the_progress_bar_shows_tokens_per_second(text: str) -> None:
     metrics = {"loss": 0.5, "perplexity": 2.0, "bits_per_byte": 0.75}
     shown = Terminal()
     progress = Progress(plan, io.StringIO(), shown)
-    progress.show(UpdateDone(1, 1, metrics, 32, 100.0, 1.0, part_rates=plan.task.part_rates(100.0)))
-    progress.close()
+    progress.on_event(UpdateDone(1, 1, metrics, 32, 100.0, 1.0, part_rates=plan.task.part_rates(100.0)))
+    progress.__exit__()
     assert "loss=0.500, ppl=2.00, bits/byte=0.750, 1600 tokens/s" in shown.getvalue()
 
 

@@ -145,7 +145,7 @@ def test_an_upload_through_a_network_that_is_slow_or_lost(network_place: Place, 
         assert wait_until(lambda: proxy.forwarded_bytes > 300_000)  # then it is killed
     begin_slowly(SLOW_BYTES_PER_S)
     with mirroring(run, url, "--timeout-s=4") as process:
-        assert finish(process) == 1
+        assert finish(process) != 0
     assert name in mirror_record.read(run).pending
     proxy.bytes_per_s = None
     assert whole_checkpoints(url, "run", tmp_path / "partial") == [name_of(1)]
@@ -196,7 +196,7 @@ def refused(run: Path, url: str) -> mirror_record.MirrorRecord:
     """Return what a process remembers that cannot use the storage."""
     with mirroring(run, url, "--timeout-s=3") as process:
         assert wait_until(lambda: bool(mirror_record.read(run).error))
-        assert finish(process) == 1
+        assert finish(process) != 0
     return mirror_record.read(run)
 
 
