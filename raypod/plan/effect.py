@@ -24,7 +24,7 @@ IMAGE_KEYS = (
     *("data.augment", "data.crop_padding", "data.flip", "data.image_size", "data.eight_bit_io"),
     *("data.policy", "data.rand_augment_ops", "data.rand_augment_magnitude", "data.random_erasing"),
     *("data.mixup_alpha", "data.cutmix_lambda_low", "data.cutmix_lambda_high", "data.cutmix_disable_prob"),
-    *("data.max_image_pixels", "training.model", "training.stem", "training.norm", "training.label_smoothing"),
+    *("run.report_samples", "data.max_image_pixels", "training.model", "training.stem", "training.norm", "training.label_smoothing"),
     *("training.norm_num_groups", "training.norm_eps", "training.zero_init_residual"),
     *("training.efficientnet_expand_ratio", "training.efficientnet_group_dim"),
     *("training.vit_dropout", "training.vit_attention_dropout", "training.vit_representation_size"),
