@@ -6,12 +6,14 @@ from types import TracebackType
 from typing import Any, Callable, Generator, Iterator, Optional, Sequence, Type, Union
 
 from raypod.api.callbacks import Callbacks
+from raypod.api.media import logging_to
 from raypod.api.request import ConfigLike, PathLike, TaskLike, plan_of, process_kept
 from raypod.api.result import Interrupted, Result
 from raypod.api.training import LogReporter, Reporter, Training, claimed
 from raypod.errors import RunError
 from raypod.events import Event
 from raypod.plan.plan import Plan
+from raypod.runs.media import Kind
 from raypod.runs.progress import Progress
 from raypod.runtime.coordinator.stop import Stop
 
@@ -93,6 +95,7 @@ class Stream(Iterator[Event]):
         self._events = self._run()
         self._error: Optional[BaseException] = None
         self._result: Optional[Result] = None
+        self._training: Optional[Training] = None
         self._has_ended = False
 
     @property
@@ -110,7 +113,8 @@ class Stream(Iterator[Event]):
             self._error = self._error or error
             raise
         try:
-            stopped_by = self._callbacks.handle(event)
+            with logging_to(self._log_media):
+                stopped_by = self._callbacks.handle(event)
         except BaseException:
             self.close()
             raise
@@ -153,13 +157,17 @@ class Stream(Iterator[Event]):
         with process_kept(), claimed(self._plan, reporter.print_line, self._take_over) as run:
             if self._shows_progress:
                 reporter = Progress(run.plan)
-            training = Training(run, reporter, self._stop)
+            training = self._training = Training(run, reporter, self._stop)
             try:
                 yield from training.events()
             except GeneratorExit:  # the run has ended, and its files are written
                 self._result = Result(run.plan.run_dir, run.plan.best_metric, self._stop.cause)
                 raise
             self._result = Result(run.plan.run_dir, run.plan.best_metric, self._stop.cause)
+
+    def _log_media(self, kind: Kind, name: str, content: bytes) -> None:
+        assert self._training is not None, "it has the event of the callback"
+        self._training.log_media(kind, name, content)
 
     def _end(self) -> None:
         """Raise Interrupted once if a signal has requested the end."""

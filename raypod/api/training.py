@@ -42,6 +42,7 @@ from raypod.runs import claim, origin, run_folder, run_state, verify_data
 from raypod.runs.coordinator_log import CoordinatorLogTimes
 from raypod.runs.event_log import EventLog, restarts_in
 from raypod.runs.lease_file import Log
+from raypod.runs.media import Kind, Media
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.profile import ProfileSource, ProfileWriter
 from raypod.runs.run_view import RunView
@@ -195,6 +196,8 @@ class Training:
         self._started_unix_s = time.time() - (time.monotonic() - self._started_at_s)
         self.metrics = MetricsAggregator(run.plan, self._started_at_s)
         self._elsewhere = Elsewhere(run.plan)
+        self._sinks: Optional[Sinks] = None
+        self._update = resumed.update if resumed else 0
 
     def events(self) -> Generator[Event, None, None]:
         """Yield the events of the run, and write its files: after the last event `summary.json` and `report.html`.
@@ -220,6 +223,7 @@ class Training:
             recorders = [*self._recorders(fleet, status, stack, rescue.parts), trackers, mirror, rescue]
             with self._opened(fleet, copies) as (events, sinks):
                 rescue.parts.append(sinks)
+                self._sinks = sinks
                 for event in self._checked(events):
                     self._record(event, [sinks, *recorders])
                     if is_closed:
@@ -233,6 +237,11 @@ class Training:
             more = copies.summary()
             before = self._restarts_before
             run_folder.write_summary(plan, self.metrics, self._view, more, before)
+
+    def log_media(self, kind: Kind, name: str, content: bytes) -> None:
+        """Write a picture or a text of a callback, which gets the newest event."""
+        if self._sinks is not None:
+            self._sinks.add_media(Media(kind, name, self._update, content))
 
     def _checked(self, events: coordinator.Events) -> Iterator[Event]:
         """Yield the events, and check the run folder; a lost one is thrown into them before something is begun in it.
@@ -312,6 +321,7 @@ class Training:
             self._run.claim.keep()
             if self._elsewhere.is_wanted:
                 self._run.claim.lease.on_folder_lost = self._leave_folder
+        self._update = getattr(event, "update", self._update)
         self._view.handle(event)
         for recorder in recorders:
             recorder.handle(event)

@@ -56,8 +56,8 @@ from raypod.observe.report.starts import Starts
 from raypod.observe.report.timeline import Timeline
 from raypod.plan import layout
 from raypod.plan.effect import with_effect
-from raypod.plan.run_section import MAX_REPORT_SAMPLES
 from raypod.plan.layout import CONFIG, EVALUATIONS, METRICS, PLAN, SUMMARY, TEST
+from raypod.plan.run_section import MAX_REPORT_SAMPLES
 from raypod.plan.unique_keys import UniqueKeyLoader
 from raypod.runs import run_state
 from raypod.runs.growing_file import GrowingFile
@@ -215,7 +215,11 @@ class RunReader:
 def _with_fewer_errors(test: Dict[str, Any], max_rows: int) -> Dict[str, Any]:
     """Return the content of `test.json` with fewer images of samples if the curves have fewer rows."""
     errors = test.get("errors")
-    return {**test, "errors": errors[: -(-MAX_REPORT_SAMPLES * max_rows // MAX_ROWS)]} if isinstance(errors, list) else test
+    return (
+        {**test, "errors": errors[: -(-MAX_REPORT_SAMPLES * max_rows // MAX_ROWS)]}
+        if isinstance(errors, list)
+        else test
+    )
 
 
 def _state_of(folder: Path, has_died: bool) -> Dict[str, Any]:

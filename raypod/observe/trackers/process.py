@@ -22,7 +22,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 from raypod.errors import summarize_exception
 from raypod.observe.trackers import tracker_record
 from raypod.observe.trackers.follower import Follower, newest_steps
-from raypod.observe.trackers.tracker import KILLED, Point, RunFacts, Steps, Tracker
+from raypod.observe.trackers.tracker import KILLED, Point, RunFacts, Steps, Tracker, log_points
 from raypod.plan import layout, user_code
 from raypod.plan.resolve import read_yaml
 from raypod.runs import run_state
@@ -102,9 +102,8 @@ class Session:
         self._points += follower.poll(has_ended)
         while self._points:
             part = self._points[:_POINTS]
-            tracker.log(part)
-            steps = newest_steps(part, self._memory.steps)
-            self._remember(training=steps.training, test=steps.test)
+            log_points(tracker, part)
+            self._remember(**newest_steps(part, self._memory.steps)._asdict())
             del self._points[:_POINTS]
 
     def _opened(self) -> Tuple[Tracker, Follower]:
@@ -115,7 +114,7 @@ class Session:
             self._remember(run_id=run_id)
             steps, found = self._memory.steps, tracker.recorded()
             if found is not None:  # what was recorded just before this process died is not in the memory
-                steps = Steps(max(steps.training, found.training), max(steps.test, found.test))
+                steps = Steps(max(steps.training, found.training), max(steps.test, found.test), steps.media)
             before = self._follower
             self._follower, self._points = Follower(self._run_dir, self._started_unix_s, steps), []
             if before is not None:

@@ -126,7 +126,9 @@ class ImageClassification(Task):
         number = self.config.run.report_samples
         if number and self._splits is not None:
             indices = confident_errors(labels, predicted, confidence, number)
-            samples = kept_samples(self.config.data.left_out("test"), len(self._splits.test)).take(np.array(indices, int))
+            samples = kept_samples(self.config.data.left_out("test"), len(self._splits.test)).take(
+                np.array(indices, int)
+            )
             details["errors"] = [
                 {
                     **self._shown(int(sample)),
@@ -148,7 +150,10 @@ class ImageClassification(Task):
             warnings.warn(f"the report has no image of test sample {sample}: {error}", RuntimeWarning, 2)
             return {"sample": sample, "image": None}
         pixels = torch.as_tensor(image)
-        return {"sample": sample, "image": thumbnail((pixels if pixels.dtype == torch.uint8 else pixels.float()).numpy())}
+        return {
+            "sample": sample,
+            "image": thumbnail((pixels if pixels.dtype == torch.uint8 else pixels.float()).numpy()),
+        }
 
     def description(self) -> Dict[str, Any]:
         """See `Task.description`: the classes, and mean and standard deviation of images scaled to [0, 1]."""
