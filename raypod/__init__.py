@@ -1,8 +1,8 @@
 """raypod: PyTorch training on Graphcore IPU-PODs under Ray; without IPUs, on an emulated SDK.
 
 `fit` trains, `stream` yields the events of a training, `run` runs a function in every instance of a pod, and
-`Trainable` is a training for `ray.tune.Tuner`; `log_image` and `log_text` are for callbacks. `Task` is the base class of what is trained. The errors are subclasses
-of `RaypodError`. Importing this package imports neither torch nor Ray.
+`Trainable` is a training for `ray.tune.Tuner`; `log_image` and `log_text` are for callbacks. `Task` is the base class
+of what is trained. The errors are subclasses of `RaypodError`. Importing this package imports neither torch nor Ray.
 """
 
 from __future__ import annotations
