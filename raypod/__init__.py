@@ -1,8 +1,8 @@
 """raypod: PyTorch training on Graphcore IPU-PODs under Ray; without IPUs, on an emulated SDK.
 
 `fit` trains, `stream` yields the events of a training, `run` runs a function in every instance of a pod, and
-`Trainable` is a training for `ray.tune.Tuner`. `Task` is the base class of what is trained. The errors are subclasses
-of `RaypodError`. Importing this package imports neither torch nor Ray.
+`Trainable` is a training for `ray.tune.Tuner`; `log_image` and `log_text` are for callbacks. `Task` is the base class
+of what is trained. The errors are subclasses of `RaypodError`. Importing this package imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from raypod.api.fit import fit as fit
     from raypod.api.fit import stream as stream
     from raypod.api.functions import run as run
+    from raypod.api.media import log_image as log_image
+    from raypod.api.media import log_text as log_text
     from raypod.api.ray_tune import Trainable as Trainable
     from raypod.api.result import Interrupted as Interrupted
     from raypod.api.result import Result as Result
@@ -58,6 +60,8 @@ _MODULES = {  # of the names that are imported when they are used
     "fit": "raypod.api.fit",
     "stream": "raypod.api.fit",
     "Stream": "raypod.api.fit",
+    "log_image": "raypod.api.media",
+    "log_text": "raypod.api.media",
     "run": "raypod.api.functions",
     "Trainable": "raypod.api.ray_tune",  # not in __all__: it needs an optional package
     "Interrupted": "raypod.api.result",
@@ -110,6 +114,8 @@ __all__ = [
     "from_hf",
     "from_parquet",
     "from_ray_data",
+    "log_image",
+    "log_text",
     "pad_collate",
     "run",
     "stream",

@@ -1,7 +1,7 @@
 """Host memory of a training against torchrun: `python scripts/bench_memory.py [--rounds 5] [--work NAME ...]`.
 
-The default run and two instances of ResNet-50, and under torchrun a plain PyTorch program that imports nothing of raypod
-and trains the same network with 2 processes of one thread each. Memory is sampled five times a second over all processes
+The default run and two instances of ResNet-50; under torchrun a plain PyTorch program that imports nothing of raypod
+trains the same network with 2 processes of one thread each. Memory is sampled five times a second over all processes
 that the command started, Ray's included. The sum is that of the proportional shares (PSS), in which a page that several
 processes share counts once; beside it the resident memory, in which it counts for each. Figures are those of the sample
 with the largest sum of shares.
@@ -31,13 +31,13 @@ _TORCHRUN = "torch.distributed.run"
 # Words of a command line, and what the process is; the first that is found counts.
 _KINDS = (
     (_TORCHRUN, "torchrun"),
+    ("raylet/raylet", "raylet with object store"),  # its command line has those of workers
     ("peer.py", "rank"),
     ("raypod.train", "coordinator"),
     ("ray::DashboardAgent", "agents of Ray"),
     ("ray::RuntimeEnvAgent", "agents of Ray"),
     ("ray::", "instance"),
     ("default_worker.py", "instance"),
-    ("raylet/raylet", "raylet with object store"),
     ("gcs_server", "GCS"),
 )
 _PEER = """

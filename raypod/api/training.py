@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ContextManager, Generator, Iterator, List, Optional, Tuple
 
 from raypod.api import planning
+from raypod.api.media import logging_to
 from raypod.api.rescue import Rescue
 from raypod.errors import (
     ConfigError,
@@ -39,6 +40,7 @@ from raypod.runs.callback import Callback, Reporter
 from raypod.runs.coordinator_log import CoordinatorLogTimes
 from raypod.runs.event_log import EventLog, restarts_in
 from raypod.runs.lease_file import Log
+from raypod.runs.media import Kind, Media
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.profile import ProfileSource, ProfileWriter
 from raypod.runs.sinks import Sinks
@@ -153,6 +155,8 @@ class Training:
         self.metrics = MetricsAggregator(run.plan, self._started_at_s)
         self._elsewhere = Elsewhere(run.plan)
         self._callbacks: List[Callback] = []
+        self._sinks: Optional[Sinks] = None
+        self._update = resumed.update if resumed else 0
 
     def events(self) -> Generator[Event, None, None]:
         """Yield the events of the run, and write its files: after the last event `summary.json` and `report.html`.
@@ -178,7 +182,8 @@ class Training:
                 if is_closed:
                     continue
                 try:
-                    self._user.on_event(event)
+                    with logging_to(self._log_media):
+                        self._user.on_event(event)
                     yield event
                 except BaseException as error:  # noqa: BLE001 - from here on the generator must not yield
                     is_closed, failure = True, None if isinstance(error, GeneratorExit) else error
@@ -196,7 +201,8 @@ class Training:
         reporter, warn, print_line = self._reporter, self._reporter.warn, self._reporter.print_line
         status = self._view = RunStatus(plan, fleet.heartbeats, self._known)
         copies = CheckpointCopies(plan, fleet, warn, print_line, stop.seconds_left)
-        mirror = Mirror(plan, warn, print_line)
+        mirror, sinks = Mirror(plan, warn, print_line), Sinks(plan, warn)
+        self._sinks = sinks
         resumed = self._run.found.checkpoint if self._run.found else None
         known, elsewhere = self._known, self._elsewhere
         events = coordinator.run(plan, fleet, self.metrics, resumed, known, stop, copies, elsewhere)
@@ -213,7 +219,7 @@ class Training:
             lease.interrupting(),
             contextlib.closing(events),
             status,
-            Sinks(plan, warn),
+            sinks,
             reporter,
             self._summarized(copies),
             *([ProfileWriter(plan, window, source, warn, self._started_at_s)] if window is not None else []),
@@ -226,6 +232,11 @@ class Training:
             TrackerProcesses(plan, warn, started_unix_s),
             mirror,
         ], events
+
+    def _log_media(self, kind: Kind, name: str, content: bytes) -> None:
+        """Write a picture or a text of a callback, which gets the newest event."""
+        if self._sinks is not None:
+            self._sinks.add_media(Media(kind, name, self._update, content))
 
     def _checked(self, events: coordinator.Events) -> Iterator[Event]:
         """Yield the events, and check the run folder; a lost one is thrown into them before something is begun in it.
@@ -274,6 +285,7 @@ class Training:
             self._run.claim.keep()
             if self._elsewhere.is_wanted:
                 self._run.claim.lease.on_folder_lost = self._leave_folder
+        self._update = getattr(event, "update", self._update)
         for callback in self._callbacks:
             callback.on_event(event)
 

@@ -12,7 +12,8 @@ METRICS, EVALUATIONS, LEDGER, EVENTS = "metrics.jsonl", "evaluations.jsonl", "le
 STATE, SUMMARY, TEST, REPORT, PROFILE = "state.json", "summary.json", "test.json", "report.html", "profile.json"
 STORAGE, COPIES = "storage.json", "copies.json"  # the identity of the run on a storage, and on other hosts
 LAUNCH, LAUNCH_OPTIONS, TOKEN_FILE = "launch.json", "launch.yaml", "status-token"
-CHECKPOINTS, LOGS, TENSORBOARD, TRACKERS = "checkpoints", "logs", "tensorboard", "trackers"  # folders
+CHECKPOINTS, LOGS, TENSORBOARD, MEDIA = "checkpoints", "logs", "tensorboard", "media"  # folders
+TRACKERS = "trackers"  # a folder, too
 
 Use = Literal[
     "mark",  # a folder with it is that of a run
@@ -55,9 +56,10 @@ TABLE = (
     RunFile(CHECKPOINTS, "training/checkpoint/storage"),
     RunFile(LOGS, "runs/run_folder"),
     RunFile(TENSORBOARD, "runs/sinks"),
+    RunFile(MEDIA, "runs/media"),
     RunFile(TRACKERS, "observe/trackers/tracker_record"),
 )
-MIRRORED_FOLDERS = (LOGS, TENSORBOARD)  # as a whole; checkpoints are mirrored one by one
+MIRRORED_FOLDERS = (LOGS, TENSORBOARD, MEDIA)  # as a whole; checkpoints are mirrored one by one
 
 
 def names(*uses: Use) -> Tuple[str, ...]:

@@ -14,6 +14,7 @@ from raypod.plan.values import Logged, ResumePath, StorageUrl, Trackers, Updates
 # Default of `run.stuck_after_s` by device. Graphcore's training script for a POD64 waits 900 s for the host.
 CALL_TIMEOUTS_S = {"emulated": 30.0, "ipu": 900.0}
 
+MAX_REPORT_SAMPLES = 100  # of at most 12 kB each: a report has less than 5 MB
 SNAPSHOTS_KEPT = 2  # in the memory of each host: one is complete while the other one is written
 
 
@@ -84,6 +85,12 @@ class RunSection(Section):
         None,
         description="also measure in every update: grad-norm (emulated SDK only), weight-norm, update-ratio, as in "
         "grad-norm,weight-norm; the last two read the weights back after every call",
+    )
+    report_samples: int = Field(
+        0,
+        ge=0,
+        le=MAX_REPORT_SAMPLES,
+        description="image classification: test images that the report shows of the errors with the highest confidence",
     )
     tensorboard: bool = Field(False, description="also write TensorBoard event files into the run folder")
     save_timeout_s: float = Field(600, gt=0, le=MAX_TIMEOUT_S, description="timeout for writing a checkpoint")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, Type, TypeVar, Union
 
 from raypod.events import EvaluationDone, UpdateDone
 from raypod.plan.values import NORMS
+from raypod.runs.growing_file import last_lines
+from raypod.system.files import keep_beginning, parse_json
 
 Measured = TypeVar("Measured", UpdateDone, EvaluationDone)
 _GROUPS = ("metrics", "part_rates", "norms")  # fields that hold values by name
@@ -69,3 +72,19 @@ def traces_of(update: UpdateDone) -> Dict[str, float]:
     of_optimizer = {"learning_rate": update.learning_rate, "loss_scaling": update.loss_scaling}
     known = {name: value for name, value in of_optimizer.items() if value is not None}
     return {**known, **{name: value for name, value in update.norms.items() if not math.isnan(value)}}
+
+
+def keep_until(path: Path, update: int) -> None:
+    """Remove the lines after `update`."""
+    # The lines are in the order of their updates, and only the last one can be truncated.
+    kept = (line.end for line in last_lines(path) if update_of(line.text) <= update)
+    keep_beginning(path, next(kept, 0))
+
+
+def update_of(line: bytes) -> float:
+    """Return the update of a line; infinity for a truncated line."""
+    try:
+        content: Any = parse_json(line)
+        return int(content["update"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf

@@ -5,22 +5,26 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import math
+import io
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Optional, Tuple, Type, Union
+from types import MappingProxyType
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, Union
+
+import numpy as np
 
 from raypod.errors import ConfigError, RunError
-from raypod.events import CheckpointBegun, EvaluationDone, Event, Repaired, Resized, RunStarted, UpdateDone
+from raypod.events import CheckpointBegun, EvaluationDone, Event, Repaired, Resized, RunEnded, RunStarted, UpdateDone
 from raypod.plan import user_code
 from raypod.plan.config import Config
+from raypod.plan.effect import with_effect
 from raypod.plan.layout import EVALUATIONS, METRICS, TENSORBOARD, TEST
 from raypod.plan.plan import Plan
 from raypod.runs.callback import Callback, LinesSink, Sink
-from raypod.runs.growing_file import last_lines
 from raypod.runs.ledger import Ledger
-from raypod.runs.lines import line_of, traces_of
+from raypod.runs.lines import keep_until, line_of, traces_of, update_of
+from raypod.runs.media import Media, MediaFolder
 from raypod.system import files
-from raypod.system.files import AppendOnlyFile, keep_beginning, parse_json, replace_file, strict_json
+from raypod.system.files import AppendOnlyFile, replace_file, strict_json
 
 Warn = Callable[[str], None]
 _FLUSH_S = 10  # seconds between flushes of the TensorBoard file
@@ -54,8 +58,14 @@ def _open_sinks(plan: Plan, first_update: int, warn: Warn) -> Iterator[Sink]:
     if plan.task.predictions:
         yield LatestDetails(folder, first_update, warn)
     yield Ledger(plan, warn)
+    yield MediaFolder(folder, first_update, warn)
     if plan.config.run.writes_tensorboard:
-        yield TensorBoardWriter(folder, first_update)
+        sections = plan.config.model_dump(mode="json").items()
+        values = {f"{section}.{key}": value for section, entries in sections for key, value in entries.items()}
+        hparams = {name: value for name, value in with_effect(values).items() if value is not None}
+        metrics = [f"training/{metric.name}" for metric in plan.task.metrics]
+        metrics += [f"test/{metric.name}" for metric in plan.task.evaluated_metrics]
+        yield TensorBoardWriter(folder, first_update, hparams, metrics)
 
 
 class Sinks(Callback):
@@ -66,6 +76,7 @@ class Sinks(Callback):
         self._plan, self._warn = plan, warn
         self._sinks: List[Sink] = []
         self._resized: Tuple[Event, ...] = ()  # before the run started
+        self._media_before: List[Media] = []  # as above
 
     def on_event(self, event: Event) -> None:
         """Write an event to the files that record it."""
@@ -77,6 +88,8 @@ class Sinks(Callback):
                         sink.on_event(each)
             except OSError as error:
                 raise RunError(f"cannot write {error.filename or self._plan.run_dir}: {error.strerror}") from None
+            while self._media_before:
+                self.add_media(self._media_before.pop(0))
             return
         if isinstance(event, Resized) and not self._sinks:
             self._resized = (event,)
@@ -86,6 +99,14 @@ class Sinks(Callback):
             sink.on_event(event)
             if isinstance(event, CheckpointBegun):  # a run that resumes from it finds every line before it
                 sink.sync()
+
+    def add_media(self, media: Media) -> None:
+        """Write a picture or a text; before the run has started, with its first files."""
+        if not self._sinks:
+            self._media_before.append(media)
+        for sink in self._sinks:
+            if isinstance(sink, (MediaFolder, TensorBoardWriter)):
+                sink.add(media)
 
     def copy_to(self, folder: Path) -> None:
         """Copy all files into another run folder. OSError if that fails."""
@@ -120,7 +141,7 @@ class JsonLines(LinesSink):
     ) -> None:
         """Keep the lines up to `first_update`, from which a resumed run continues; remove later ones."""
         if first_update and path.is_file():
-            _keep_until(path, first_update)
+            keep_until(path, first_update)
         else:
             replace_file(path, b"")
         self._event_type, self._warn = event_type, warn
@@ -136,7 +157,7 @@ class JsonLines(LinesSink):
         """See `Sink.drop_after`. If the disk is full, the lines stay."""
         with contextlib.suppress(OSError):
             if not self._file.has_unwritten:
-                _keep_until(self._file.path, update)
+                keep_until(self._file.path, update)
                 before, self._file = self._file, AppendOnlyFile(self._file.path, self._warn)
                 before.close()
 
@@ -161,7 +182,7 @@ class LatestDetails(Sink):
 
     def drop_after(self, update: int) -> None:
         """See `Sink.drop_after`."""
-        if self._path.is_file() and _update_of(self._path.read_bytes()) > update:
+        if self._path.is_file() and update_of(self._path.read_bytes()) > update:
             self._path.unlink(missing_ok=True)
 
     def copy_to(self, folder: Path) -> None:
@@ -170,48 +191,73 @@ class LatestDetails(Sink):
             replace_file(folder / TEST, self._path.read_bytes())
 
 
-def _keep_until(path: Path, update: int) -> None:
-    """Remove the lines after `update`."""
-    # The lines are in the order of their updates, and only the last one can be truncated.
-    kept = (line.end for line in last_lines(path) if _update_of(line.text) <= update)
-    keep_beginning(path, next(kept, 0))
+class _Entry(NamedTuple):
+    """What a method of the `SummaryWriter` gets."""
 
-
-def _update_of(line: bytes) -> float:
-    """Return the update of a line; infinity for a truncated line."""
-    try:
-        content: Any = parse_json(line)
-        return int(content["update"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+    method: str
+    tag: str
+    value: Any
+    step: int
+    options: Mapping[str, str] = {}
 
 
 class TensorBoardWriter(Sink):
-    """Writes the scalars of a run with `torch.utils.tensorboard.SummaryWriter`.
+    """Writes scalars, media and hyperparameters of a run with `torch.utils.tensorboard.SummaryWriter`.
 
     A full disk does not stop the run: points that are not yet on the disk stay in memory, and `sync` and `close`
     write them again, into a new event file.
     """
 
-    def __init__(self, run_dir: Path, first_update: int) -> None:
-        """Hide the points after `first_update`, from which a resumed run continues, in earlier event files."""
+    def __init__(
+        self,
+        run_dir: Path,
+        first_update: int,
+        hparams: Mapping[str, Any] = MappingProxyType({}),
+        metrics: Sequence[str] = (),
+    ) -> None:
+        """Hide the points after `first_update`, from which a resumed run continues, in earlier event files.
+
+        Args:
+            run_dir: the run folder.
+            first_update: the number of updates from which the run continues.
+            hparams: the settings that TensorBoard shows as hyperparameters.
+            metrics: the tags of the scalars that it shows with them.
+        """
         # Imported here: it needs an optional package, and it imports torch, which reads OMP_NUM_THREADS.
         self._module: Any = importlib.import_module("torch.utils.tensorboard")
         self._folder = str(run_dir / TENSORBOARD)
         self._purge_step = first_update + 1  # the first step that is not on the disk
-        self._points: List[Tuple[str, float, int]] = []  # tag, value, step; not on the disk yet
+        self._points: List[_Entry] = []  # not on the disk yet
         self._writer: Any = None
+        self._hparams = _summaries_of(hparams, metrics) if hparams else ()
+        self._is_done = False
         self.sync()
 
     def on_event(self, event: Event) -> None:
         """Add the points of an event, if it has any."""
-        points: List[Tuple[str, float, int]] = []
+        values: Dict[str, float] = {}
         if isinstance(event, UpdateDone):
             values = {**(event.metrics if event.has_results else {}), "samples_per_s": event.samples_per_s}
             values.update({**event.part_rates, **traces_of(event)})
-            points = [(f"training/{name}", value, event.update) for name, value in values.items()]
+            self._keep([_Entry("add_scalar", f"training/{name}", each, event.update) for name, each in values.items()])
         elif isinstance(event, EvaluationDone):
-            points = [(f"test/{name}", value, event.update) for name, value in event.metrics.items()]
+            values = event.metrics
+            self._keep([_Entry("add_scalar", f"test/{name}", each, event.update) for name, each in values.items()])
+        elif isinstance(event, RunEnded):
+            self._is_done = not event.interrupted
+
+    def add(self, media: Media) -> None:
+        """Add a picture or a text."""
+        if media.kind == "text":
+            self._keep([_Entry("add_text", media.name, media.content.decode(), media.update)])
+            return
+        from PIL import Image  # planning works without Pillow
+
+        pixels = np.asarray(Image.open(io.BytesIO(media.content)))
+        formats = {"dataformats": "HW" if pixels.ndim == 2 else "HWC"}
+        self._keep([_Entry("add_image", media.name, pixels, media.update, formats)])
+
+    def _keep(self, points: List[_Entry]) -> None:
         self._points += points
         if self._writer is not None:
             try:
@@ -221,12 +267,12 @@ class TensorBoardWriter(Sink):
 
     def drop_after(self, update: int) -> None:
         """Hide the points after `update`, as a resumed run does."""
-        if self._purge_step > update + 1 or any(step > update for _, _, step in self._points):
+        if self._purge_step > update + 1 or any(point.step > update for point in self._points):
             with contextlib.suppress(OSError):
                 if self._writer is not None:
                     self._writer.close()
             self._writer, self._purge_step = None, min(self._purge_step, update + 1)
-            self._points = [point for point in self._points if point[2] <= update]
+            self._points = [point for point in self._points if point.step <= update]
 
     def sync(self) -> None:
         """Write all points to the disk, if there is space."""
@@ -236,6 +282,8 @@ class TensorBoardWriter(Sink):
     def close(self) -> None:
         """Close the event file. OSError if points could not be written."""
         self._flush()
+        for summary in self._hparams[2:] if self._is_done else ():  # the end of the session
+            self._writer.file_writer.add_summary(summary)
         self._writer.close()
 
     def _flush(self) -> None:
@@ -245,15 +293,25 @@ class TensorBoardWriter(Sink):
                 self._writer = self._module.SummaryWriter(
                     self._folder, purge_step=self._purge_step, flush_secs=_FLUSH_S
                 )
+                for summary in self._hparams[:2]:
+                    self._writer.file_writer.add_summary(summary)
                 self._add(self._points)
             self._writer.flush()
         except OSError:
             self._writer = None  # its thread has ended
             raise
         if self._points:
-            self._purge_step = self._points[-1][2] + 1
+            self._purge_step = self._points[-1].step + 1
             self._points.clear()
 
-    def _add(self, points: List[Tuple[str, float, int]]) -> None:
-        for tag, value, step in points:
-            self._writer.add_scalar(tag, value, step)
+    def _add(self, points: List[_Entry]) -> None:
+        for method, tag, value, step, options in points:
+            getattr(self._writer, method)(tag, value, step, **options)
+
+
+def _summaries_of(hparams: Mapping[str, Any], metrics: Sequence[str]) -> Tuple[Any, ...]:
+    """Return the summaries of an experiment, of the begin and of the end of its session."""
+    summary: Any = importlib.import_module("torch.utils.tensorboard.summary")
+    plain = {name: value if isinstance(value, (bool, int, float)) else str(value) for name, value in hparams.items()}
+    found: Tuple[Any, ...] = summary.hparams(plain, dict.fromkeys(metrics, 0.0))
+    return found

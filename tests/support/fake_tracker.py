@@ -42,3 +42,16 @@ class Fake:
 
     def close(self, end: str, facts: Dict[str, str]) -> None:
         self.write(closed=end, facts=facts)
+
+
+class WithMedia(Fake):
+    """Records pictures and texts, too."""
+
+    def write(self, **content: Any) -> None:
+        super().write(of="WithMedia", **content)
+
+    def log_image(self, name: str, path: Path, step: int) -> None:
+        self.write(media=name, step=step, size=path.stat().st_size)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        self.write(media=name, step=step, text=text)

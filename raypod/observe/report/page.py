@@ -26,7 +26,17 @@ from raypod.system.files import strict_json
 
 MAX_BYTES = 5_000_000
 _ASSETS = Path(__file__).resolve().parent / "assets"
-_SCRIPTS = ("base.js", "curves.js", "instances.js", "timeline.js", "plan.js", "tables.js", "predictions.js", "main.js")
+_SCRIPTS = (
+    "base.js",
+    "curves.js",
+    "instances.js",
+    "timeline.js",
+    "plan.js",
+    "tables.js",
+    "parallel.js",
+    "predictions.js",
+    "main.js",
+)
 _ROWS = (4000, 2000, 1000, 500, 250, 100)  # of the curves of a run, until the page is small enough
 _RESERVE = 200_000  # bytes, for what a caller adds
 

@@ -57,6 +57,7 @@ from raypod.observe.report.timeline import Timeline
 from raypod.plan import layout
 from raypod.plan.effect import with_effect
 from raypod.plan.layout import CONFIG, EVALUATIONS, METRICS, PLAN, SUMMARY, TEST
+from raypod.plan.run_section import MAX_REPORT_SAMPLES
 from raypod.plan.unique_keys import UniqueKeyLoader
 from raypod.runs import run_state
 from raypod.runs.growing_file import GrowingFile
@@ -147,7 +148,7 @@ class RunReader:
             "plan": drawn,
             "config": with_effect(config),
             "summary": summary or None,
-            "test": self._content(TEST) or None,
+            "test": _with_fewer_errors(self._content(TEST), max_rows) or None,
         }
 
     def _summary(self) -> Dict[str, Any]:
@@ -209,6 +210,16 @@ class RunReader:
     def _content(self, name: str) -> Dict[str, Any]:
         content = self._contents.get(name, ((0, 0), None))[1]
         return content if isinstance(content, dict) else {}
+
+
+def _with_fewer_errors(test: Dict[str, Any], max_rows: int) -> Dict[str, Any]:
+    """Return the content of `test.json` with fewer images of samples if the curves have fewer rows."""
+    errors = test.get("errors")
+    return (
+        {**test, "errors": errors[: -(-MAX_REPORT_SAMPLES * max_rows // MAX_ROWS)]}
+        if isinstance(errors, list)
+        else test
+    )
 
 
 def _state_of(folder: Path, has_died: bool) -> Dict[str, Any]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Dict, List
+from typing import Dict, Iterator, List
 
 from raypod.events import EvaluationDone, UpdateDone
 from raypod.observe.trackers.tracker import Point, Steps
-from raypod.plan.layout import EVALUATIONS, METRICS
+from raypod.plan.layout import EVALUATIONS, MEDIA, METRICS
 from raypod.runs.growing_file import GrowingFile
 from raypod.runs.lines import events_in, traces_of
+from raypod.runs.media import LIST, LoggedMedia, logged_media
 
 _MOST_VALUES = 100_000  # updates: a rollback to a checkpoint repeats fewer
 
 
 class Follower:
-    """Follows `metrics.jsonl` and `evaluations.jsonl` of a run folder.
+    """Follows `metrics.jsonl`, `evaluations.jsonl` and the media of a run folder.
 
     Steps that were recorded before are skipped: a run that is rolled back, or resumed from an older
     checkpoint, computes the same values again.
@@ -23,10 +25,12 @@ class Follower:
 
     def __init__(self, run_dir: Path, started_unix_s: float, recorded: Steps) -> None:
         """`started_unix_s` is the time of day from which the times of the coordinator's process count."""
+        self._run_dir, self._media = run_dir, GrowingFile(run_dir / MEDIA / LIST)
         self._metrics, self._tests = GrowingFile(run_dir / METRICS), GrowingFile(run_dir / EVALUATIONS)
         self._started_unix_s, self._seen = started_unix_s, recorded
         self._newest_s = started_unix_s
         self._held: List[EvaluationDone] = []  # of an update whose line is not read yet
+        self._held_media: List[LoggedMedia] = []  # of an update that can get more of them
         self._values: Dict[int, int] = {}  # hashes of the metrics, by update
         self.abandoned: List[int] = []  # the updates whose recorded metrics a rollback has replaced by others
 
@@ -51,7 +55,19 @@ class Follower:
             if test.update > self._seen.test:
                 self._seen = self._seen._replace(test=test.update)
                 points.append(self._point(test.update, "test", test.metrics))
+        points += self._new_media(is_last)
         return sorted(points, key=lambda each: each.step)
+
+    def _new_media(self, is_last: bool) -> Iterator[Point]:
+        """Yield the media of the updates before the newest one: callbacks have logged them before its line."""
+        self._held_media += logged_media(self._run_dir, self._media.read_records().records)
+        newest = math.inf if is_last else self._seen.training - 1
+        ready = [each for each in self._held_media if each.update <= newest]
+        self._held_media = [each for each in self._held_media if each.update > newest]
+        for media in ready:
+            if media.update > self._seen.media:
+                yield Point(media.update, self._newest_s, {}, media)
+        self._seen = self._seen._replace(media=max([self._seen.media, *(each.update for each in ready)]))
 
     def _note_values(self, update: UpdateDone) -> None:
         """Note an update that was recorded with other metrics: no tracker can replace them."""
@@ -74,7 +90,9 @@ class Follower:
 def newest_steps(points: List[Point], before: Steps) -> Steps:
     """Return the newest steps after `points` were recorded."""
     for point in points:
-        if any(name.startswith("test/") for name in point.values):
+        if point.media is not None:
+            before = before._replace(media=max(before.media, point.step))
+        elif any(name.startswith("test/") for name in point.values):
             before = before._replace(test=max(before.test, point.step))
         else:
             before = before._replace(training=max(before.training, point.step))

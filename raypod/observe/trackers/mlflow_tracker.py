@@ -6,7 +6,9 @@ MLFLOW_TRACKING_URI selects the server or the store; without it MLflow uses its 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
+import re
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
@@ -57,6 +59,20 @@ class MlflowTracker:
         for first in range(0, len(metrics), _BATCH):
             self._client.log_batch(self._run_id, metrics=metrics[first : first + _BATCH])
 
+    def log_image(self, name: str, path: Path, step: int) -> None:
+        """See `Tracker`. Versions before 2.12 have no images with a step: there it is an artifact."""
+        if "key" not in inspect.signature(self._client.log_image).parameters:
+            self._client.log_artifact(self._run_id, str(path), artifact_path="images")
+            return
+        from PIL import Image  # the process of another tracker needs none
+
+        with Image.open(path) as image:
+            self._client.log_image(self._run_id, image, key=_key(name), step=step)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """See `Tracker`: an artifact."""
+        self._client.log_text(self._run_id, text, f"texts/{_key(name)}/{step:08d}.txt")
+
     def add_artifact(self, path: Path, name: str) -> None:
         """See `Tracker.add_artifact`."""
         if path.is_dir():
@@ -83,3 +99,9 @@ class MlflowTracker:
             if name.startswith(group)
         ]
         return max(steps, default=-1)
+
+
+def _key(name: str) -> str:
+    """Return a name with the characters that MLflow accepts, which is also a path."""
+    parts = (re.sub(r"[^A-Za-z0-9_. -]", "_", part).strip(". ") for part in name.split("/"))
+    return "/".join(filter(None, parts)) or "_"

@@ -17,7 +17,7 @@ from typing import Callable, Dict, Iterator, List, Optional, Tuple
 from raypod.errors import summarize_exception
 from raypod.observe.trackers import tracker_record
 from raypod.observe.trackers.follower import Follower, newest_steps
-from raypod.observe.trackers.tracker import KILLED, Point, RunFacts, Steps, Tracker
+from raypod.observe.trackers.tracker import KILLED, Point, RunFacts, Steps, Tracker, log_points
 from raypod.observe.trackers.tracker_record import TrackerRecord
 from raypod.plan import layout, user_code
 from raypod.plan.resolve import read_yaml
@@ -75,9 +75,8 @@ class Session:
         self._points += follower.poll(has_ended)
         while self._points:
             part = self._points[:_POINTS]
-            tracker.log(part)
-            steps = newest_steps(part, self._file.state.steps)
-            self._file.remember(training=steps.training, test=steps.test)
+            log_points(tracker, part)
+            self._file.remember(**newest_steps(part, self._file.state.steps)._asdict())
             del self._points[:_POINTS]
 
     def _opened(self) -> Tuple[Tracker, Follower]:
@@ -88,7 +87,7 @@ class Session:
             self._file.remember(run_id=run_id)
             steps, found = self._file.state.steps, tracker.recorded()
             if found is not None:  # what was recorded just before this process died is not in the memory
-                steps = Steps(max(steps.training, found.training), max(steps.test, found.test))
+                steps = Steps(max(steps.training, found.training), max(steps.test, found.test), steps.media)
             before = self._follower
             self._follower, self._points = Follower(self._run_dir, self._started_unix_s, steps), []
             if before is not None:

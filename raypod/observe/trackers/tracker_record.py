@@ -20,11 +20,12 @@ class TrackerRecord:
     test: int = -1  # the newest update whose evaluation is recorded
     error: str = ""  # why the tracker fails at the moment
     is_complete: bool = False  # everything is recorded, and the run of the tracker has ended
+    media: int = -1  # the newest update whose pictures and texts are recorded
 
     @property
     def steps(self) -> Steps:
         """The newest recorded steps."""
-        return Steps(self.training, self.test)
+        return Steps(self.training, self.test, self.media)
 
     def at_start(self) -> TrackerRecord:
         """See `companion.State`."""

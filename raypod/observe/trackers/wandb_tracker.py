@@ -5,6 +5,7 @@ WANDB_MODE=offline writes into the folder `wandb` of the run folder, for `wandb 
 
 from __future__ import annotations
 
+import html
 import importlib
 import os
 import uuid
@@ -48,6 +49,14 @@ class WandbTracker:
         """See `Tracker.log`."""
         for point in points:
             self._run.log(point.values, step=point.step)
+
+    def log_image(self, name: str, path: Path, step: int) -> None:
+        """See `Tracker`."""
+        self._run.log({name: self._wandb.Image(str(path))}, step=step)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """See `Tracker`: W&B shows a string only in tables, HTML also by itself."""
+        self._run.log({name: self._wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)}, step=step)
 
     def add_artifact(self, path: Path, name: str) -> None:
         """See `Tracker.add_artifact`."""

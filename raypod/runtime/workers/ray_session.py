@@ -176,8 +176,8 @@ class RaySession:
         if tuple(int(part) for part in version("ray").split(".")[:2]) >= _PRELOADS_SINCE:
             variables["RAY_enable_worker_prestart"] = "1"
             variables["RAY_preload_python_modules"] = self._preload
-            # Such a worker is idle until its instance is placed. Ray ends idle workers after 1 s if no core is free, and
-            # the reservation takes the cores first: the instance would start a worker of its own.
+            # Such a worker is idle until its instance is placed. Ray ends idle workers after 1 s if no core is free,
+            # and the reservation takes the cores first: the instance would start a worker of its own.
             variables["RAY_idle_worker_killing_time_threshold_ms"] = "10000"
             # Read when torch is imported.
             variables["OMP_NUM_THREADS"] = str(self._placement.instances[0].threads_per_replica)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import Any, Iterator
 
 import numpy as np
 
 _ORIENTATION = 0x0112  # of EXIF
+_THUMBNAIL_SIDE = 96  # pixels
+_MAX_PNG_BYTES = 6_000  # of a thumbnail; larger ones are JPEG
 
 
 def eight_bit(image: Any, mode: str) -> Any:
@@ -91,3 +95,28 @@ def open_image(source: Any, max_pixels: int) -> Any:
         image.close()
         raise
     return image
+
+
+def thumbnail(image: np.ndarray) -> str:
+    """Return an image [channels, height, width] as a data URL of a PNG or JPEG with at most 96 x 96 pixels.
+
+    Floating-point pixels are scaled from their smallest and largest finite value. Of images with neither 1 nor 3
+    channels, the first channel is shown.
+    """
+    from PIL import Image  # planning works without Pillow
+
+    pixels = image if len(image) == 3 else image[:1]
+    if pixels.dtype != np.uint8:
+        values = pixels.astype(np.float64)
+        finite = values[np.isfinite(values)]
+        low, high = (finite.min(), finite.max()) if finite.size else (0.0, 0.0)
+        scaled = (np.nan_to_num(values, nan=low, posinf=high, neginf=low) - low) / ((high - low) or 1.0)
+        pixels = (255 * scaled).round().astype(np.uint8)
+    shown = Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+    shown.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
+    for kind in ("png", "jpeg"):
+        file = io.BytesIO()
+        shown.save(file, kind, optimize=True)
+        if file.tell() <= _MAX_PNG_BYTES:
+            break
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -77,6 +77,13 @@ def classification_details(
     }
 
 
+def confident_errors(labels: np.ndarray, predicted: np.ndarray, confidence: np.ndarray, number: int) -> List[int]:
+    """Return the indices of up to `number` samples with a wrong class, the most confident first."""
+    wrong = np.flatnonzero(labels != predicted)
+    order = np.argsort(-np.nan_to_num(confidence[wrong].astype(np.float64), nan=2.0), kind="stable")
+    return [int(index) for index in wrong[order[:number]]]
+
+
 def _ratios(numerators: np.ndarray, denominators: np.ndarray) -> List[float]:
     return [float(a / b) if b else float("nan") for a, b in zip(numerators, denominators)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
@@ -14,12 +15,21 @@ from raypod.training import data as datasets
 from raypod.training.data.arrays import Splits
 from raypod.training.data.image_reader import ImageReader, image_files
 from raypod.training.data.images import ImageSource, input_shape
+from raypod.training.data.loading import NO_EPOCH, SeededSamples
 from raypod.training.data.mixing import Mixed, Mixing, weighted_labels
+from raypod.training.data.order import kept_samples
+from raypod.training.data.pixels import thumbnail
+from raypod.training.data.read_failures import ReadFailed
 from raypod.training.data.source import Batch, Source
 from raypod.training.data.transforms import activation_dtype, device_input
 from raypod.training.models import library_models
 from raypod.training.models.networks import build_model
-from raypod.training.tasks.classification import calibration_error, classification_details, top_accuracy
+from raypod.training.tasks.classification import (
+    calibration_error,
+    classification_details,
+    confident_errors,
+    top_accuracy,
+)
 from raypod.training.tasks.image_facts import PREDICTIONS, TEST_METRICS
 from raypod.training.tasks.task import Predicted, Ratios, Task
 
@@ -109,10 +119,41 @@ class ImageClassification(Task):
         return {"top5_accuracy": top_accuracy(labels, classes), "calibration_error": error}
 
     def prediction_details(self, predictions: Mapping[str, np.ndarray]) -> Dict[str, Any]:
-        """See `classification_details`."""
-        labels, classes = predictions["label"], predictions["classes"]
-        names = self.description()["classes"]
-        return classification_details(labels, classes[:, 0], predictions["probabilities"][:, 0], names)
+        """See `classification_details`; `errors` are the samples of `--report-samples`."""
+        labels, classes, probabilities = (predictions[name] for name in PREDICTIONS)
+        predicted, confidence = classes[:, 0], probabilities[:, 0]
+        details = classification_details(labels, predicted, confidence, self.description()["classes"])
+        number = self.config.run.report_samples
+        if number and self._splits is not None:
+            indices = confident_errors(labels, predicted, confidence, number)
+            samples = kept_samples(self.config.data.left_out("test"), len(self._splits.test)).take(
+                np.array(indices, int)
+            )
+            details["errors"] = [
+                {
+                    **self._shown(int(sample)),
+                    "label": int(labels[index]),
+                    "predicted": int(predicted[index]),
+                    "confidence": float(confidence[index]),
+                    "label_probability": _probability(classes[index], probabilities[index], labels[index]),
+                }
+                for index, sample in zip(indices, samples)
+            ]
+        return details
+
+    def _shown(self, sample: int) -> Dict[str, Any]:
+        """Return the number of a test sample and its image as a data URL; None if it cannot be read now."""
+        assert self._splits is not None, "call load first"
+        try:
+            _, (image, _) = SeededSamples(self._splits.test, self.config.training.seed)[NO_EPOCH, sample]
+        except ReadFailed as error:
+            warnings.warn(f"the report has no image of test sample {sample}: {error}", RuntimeWarning, 2)
+            return {"sample": sample, "image": None}
+        pixels = torch.as_tensor(image)
+        return {
+            "sample": sample,
+            "image": thumbnail((pixels if pixels.dtype == torch.uint8 else pixels.float()).numpy()),
+        }
 
     def description(self) -> Dict[str, Any]:
         """See `Task.description`: the classes, and mean and standard deviation of images scaled to [0, 1]."""
@@ -140,3 +181,9 @@ class ImageClassification(Task):
             pairs = zip(classes.tolist(), values.tolist())
             found = [{"class": number, "name": names[number], "probability": value} for number, value in pairs]
             yield {"image": str(path), "predictions": found}
+
+
+def _probability(classes: np.ndarray, probabilities: np.ndarray, label: int) -> Optional[float]:
+    """Return the probability of the label of a sample; None if it is none of the most probable classes."""
+    found = probabilities[classes == label]
+    return float(found[0]) if len(found) else None

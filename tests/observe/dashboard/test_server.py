@@ -160,6 +160,38 @@ def test_a_run_is_shown_live_compared_and_followed(chromium: Any, server: TokenS
         assert tab.errors == []
 
 
+def test_the_list_is_sorted_by_column_heads_and_filtered(chromium: Any, server: TokenServer, live: Run) -> None:
+    for name, updates, state in (("b2", 8, "done"), ("b10", 5, "failed"), ("new", 0, "done")):
+        Run(live.path.with_name(name), updates).state(state, 0)
+    with chromium.page() as tab:
+        tab.open(f"{server.url}/?token={server.token}")
+        tab.wait_for(f"{LISTED}.length === 4")
+        before = tab.run(LISTED)
+
+        def click(column: str) -> Any:
+            tab.run(f"document.querySelector('#runs-sort [data-column={column}]').click()")
+            return tab.run(LISTED)
+
+        def kept(words: str) -> Any:
+            tab.run(f"Object.assign(document.querySelector('#runs-filter input'), {{value: {json.dumps(words)}}})")
+            tab.run("document.querySelector('#runs-filter input').dispatchEvent(new Event('input'))")
+            return tab.run(LISTED)
+
+        assert click("name") == ["a", "b2", "b10", "new"]
+        assert click("name") == ["new", "b10", "b2", "a"]
+        assert click("name") == before
+        assert click("loss") == ["b2", "b10", "a", "new"]  # 1/8, 1/5, 1/3, unknown
+        assert click("loss") == ["a", "b10", "b2", "new"]
+        tab.run("window.raypodDashboard.poll()")
+        assert kept("loss<0.3") == ["b10", "b2"]
+        assert kept("b update>=5 loss>=0.2") == ["b10"]
+        assert kept("state>3") == []
+        assert kept("FAIL") == ["b10"]
+        assert tab.errors == []
+        tab.open(f"{server.url}/")
+        tab.wait_for(f"window.raypodReport && {LISTED}.join() === 'a,b10,b2,new'")  # a reload keeps the order
+
+
 def test_the_token_leaves_the_address_and_a_reload_works(chromium: Any, server: TokenServer, done: Run) -> None:
     with chromium.page() as tab:
         open_signed(tab, server, "&run=done&run=a&run=missing")

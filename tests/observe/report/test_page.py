@@ -158,6 +158,54 @@ def test_untrusted_text_is_shown_and_not_run(tmp_path: Path, tab: Page) -> None:
     assert tab.run("document.querySelectorAll('img').length") == 0
 
 
+def test_a_click_on_a_head_sorts_the_runs(tmp_path: Path, tab: Page) -> None:
+    runs = []
+    for number in range(3):
+        write_run(tmp_path / f"run-{number}")
+        runs.append({**data_of(tmp_path / f"run-{number}"), "update": [30, 200, 4][number]})
+    runs[1]["timeline"] = {**runs[1]["timeline"], "end_s": None}
+    opened(tab, page.render(runs), tmp_path)
+    heads = "[...document.querySelectorAll('#overview .sortable th button')]"
+    names = "[...document.querySelectorAll('#overview .sortable tbody tr')].map((row) => row.innerText.split(/\\s/)[0])"
+
+    def click(head: str) -> Any:
+        tab.run(f"{heads}.find((each) => each.innerText.startsWith({json.dumps(head)})).click()")
+        return tab.run(names)
+
+    assert click("updates") == ["run-2", "run-0", "run-1"]
+    assert tab.run("document.querySelector('#overview [aria-sort=ascending]').innerText") == "updates ▲"
+    assert tab.run("document.activeElement.innerText") == "updates ▲"
+    assert click("updates") == ["run-1", "run-0", "run-2"]
+    tab.run(f"raypodReport.update({json.dumps(runs[:2])})")
+    assert tab.run(names) == ["run-1", "run-0"], "new data keeps the order"
+    assert click("updates") == ["run-0", "run-1"]
+    assert click("duration") == ["run-0", "run-1"]
+    assert click("duration") == ["run-0", "run-1"], "what is unknown is last"
+
+
+@pytest.mark.parametrize("tab", [{"width": 380}, {"width": 1280}], indirect=True)
+def test_more_than_five_runs_have_parallel_coordinates(tmp_path: Path, tab: Page) -> None:
+    runs = []
+    for number in range(6):
+        write_run(tmp_path / f"run-{number}")
+        data = data_of(tmp_path / f"run-{number}")
+        own = {"training.learning_rate": 10.0**-number, "training.optimizer": UNTRUSTED if number else "adam"}
+        runs.append({**data, "config": {**data["config"], **own, "training.flag": number > 2}})
+    opened(tab, page.render(runs), tmp_path)
+    parallel = "raypodReport.charts.get('parallel')"
+    axes = {each["name"]: each for each in tab.run(f"{parallel}.getOption().parallelAxis")}
+    assert list(axes)[:3] == ["learning_rate", "optimizer", "flag"]
+    assert {"training loss, best", "test accuracy, best"} <= set(axes)
+    assert [axes[name]["type"] for name in list(axes)[:3]] == ["log", "category", "category"]
+    series = tab.run(f"{parallel}.getOption().series.map((each) => [each.name, each.data[0].slice(0, 3)])")
+    assert series[1] == ["run-1", [0.1, UNTRUSTED, "false"]]
+    tab.run("document.querySelector('#chips button').click()")  # five are left
+    assert tab.run("document.querySelector('[data-key=parallel]')") is None
+    tab.run("document.querySelector('#chips button').click()")
+    assert tab.run(f"{parallel}.getOption().series.length") == 6
+    assert tab.run("document.documentElement.scrollWidth") == tab.run("innerWidth")
+
+
 @pytest.mark.parametrize("tab", [{"width": 380, "dark": True}, {"width": 1280, "dark": False}], indirect=True)
 def test_nothing_is_wider_than_the_window(tmp_path: Path, tab: Page) -> None:
     for number in (1, 2):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import io
 import json
 import math
 import sys
@@ -13,6 +15,7 @@ from typing import Any, Dict
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import raypod
@@ -20,9 +23,15 @@ from raypod.__main__ import main
 from raypod.api.inference.evaluate import evaluate
 from raypod.errors import ConfigError
 from raypod.observe.report.run_data import RunReader
+from raypod.plan.config import Config
 from raypod.plan.metric import SAMPLE
 from raypod.runs.predictions import check_format, in_sample_order, write
+from raypod.training.data import digits
+from raypod.training.data.loading import SeededSamples
+from raypod.training.data.pixels import thumbnail
+from raypod.training.data.read_failures import ReadFailed
 from raypod.training.models import predictions as module
+from raypod.training.tasks import image_classification
 from raypod.training.tasks.classification import calibration_error, top_accuracy
 
 TEST = 23  # samples: no whole number of calls of any placement
@@ -152,6 +161,71 @@ def test_image_classification_reports_its_errors(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     assert main(["evaluate", str(run), "--predictions", "/no/such/folder/x.csv"]) == 2
     assert "--predictions /no/such/folder/x.csv: the folder /no/such/folder does not exist" in capsys.readouterr().err
+
+
+def test_the_report_shows_the_most_confident_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, left_out = tmp_path / "run", ["test:0", "test:7"]
+    flags = {"model": "tiny", "updates": 2, "leave_out": left_out, "report_samples": 4, "resize": 32}
+    raypod.fit(run_dir=run, fleet="inline", device="emulated", progress=False, **flags)
+    assert main(["evaluate", str(run), "--predictions", str(tmp_path / "rows.csv"), "--json"]) == 0
+    assert "errors" not in json.loads(capsys.readouterr().out)["details"]
+    rows = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
+    wrong = [row for row in rows if row["label"] != row["classes_0"]]
+    expected = sorted(wrong, key=lambda row: -float(row["probabilities_0"]))[:4]
+    errors = json.loads((run / "test.json").read_text())["errors"]
+    assert [(each["sample"], each["label"], each["predicted"]) for each in errors] == [
+        (int(row["sample"]), int(row["label"]), int(row["classes_0"])) for row in expected
+    ]
+    assert errors[0]["confidence"] == pytest.approx(float(expected[0]["probabilities_0"]))
+    for error in errors:
+        known = [row for row in rows if int(row["sample"]) == error["sample"]]
+        top = {known[0][f"classes_{number}"]: float(known[0][f"probabilities_{number}"]) for number in range(5)}
+        assert error["label_probability"] == pytest.approx(top.get(str(error["label"])))
+        image = decoded(error["image"])
+        assert image.size == (8, 8)
+        assert (np.asarray(image) == digits.load(Config()).test.images[error["sample"], 0]).all()
+    assert all(error["image"] in (run / "report.html").read_text() for error in errors)
+    reader = RunReader(run)
+    reader.refresh()
+    assert len(reader.data(max_rows=100)["test"]["errors"]) == 3  # a page of many runs has fewer
+    words = ["train", "--task", "language-model", "--report-samples", "3", "--dry-run"]
+    assert main(words) == 2
+    assert "--report-samples has no effect on the task language-model: omit it" in capsys.readouterr().err
+
+
+def decoded(url: str) -> Any:
+    return Image.open(io.BytesIO(base64.b64decode(url.partition(";base64,")[2])))
+
+
+@pytest.mark.parametrize(
+    ("image", "size"),
+    [
+        (np.random.default_rng(0).integers(0, 256, (3, 300, 200)).astype(np.uint8), (64, 96)),
+        (np.array([[[-1.0, np.nan], [3.0, np.inf]]], dtype=np.float32), (2, 2)),
+        (np.zeros((4, 5, 6), dtype=np.float32), (6, 5)),
+    ],
+)
+def test_a_thumbnail_has_a_bounded_size(image: Any, size: Any) -> None:
+    url = thumbnail(image)
+    assert len(url) < 12_000
+    assert decoded(url).size == size
+    if size == (2, 2):
+        assert np.asarray(decoded(url)).tolist() == [[0, 0], [255, 255]]
+
+
+def test_an_image_that_cannot_be_read_is_left_out_of_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unreadable(SeededSamples):
+        def __getitem__(self, key: Any) -> Any:
+            raise ReadFailed("OSError: the disk is gone")
+
+    monkeypatch.setattr(image_classification, "SeededSamples", Unreadable)
+    flags = {"model": "tiny", "updates": 2, "report_samples": 1}
+    with pytest.warns(RuntimeWarning, match="the report has no image of test sample .*: OSError: the disk is gone"):
+        raypod.fit(run_dir=tmp_path / "run", fleet="inline", device="emulated", progress=False, **flags)
+    (error,) = json.loads((tmp_path / "run" / "test.json").read_text())["errors"]
+    assert error["image"] is None
 
 
 def test_parquet_needs_pyarrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:

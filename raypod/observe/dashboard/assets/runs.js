@@ -95,9 +95,58 @@ function factsOf(run) {
   return parts.join(" · ");
 }
 
+// The columns of the list: what sorts it, and the conditions of the filter. Rates of runs that have ended are not shown.
+const COLUMNS = {
+  name: (run) => run.name, state: (run) => run.state, update: (run) => run.update, loss: (run) => run.loss,
+  rate: (run) => (ALIVE.includes(run.state) ? run.samples_per_s : null), restarts: (run) => run.restarts, time: (run) => run.modified_s,
+};
+const OPERATORS = { "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, ">=": (a, b) => a >= b, "=": (a, b) => a === b };
+let sorting = readSorting(); // {column, isDown}; null: the order of the server
+
+function readSorting() {
+  const [column, order] = (sessionStorage.getItem("raypod-sort") || "").split(" ");
+  return Object.keys(COLUMNS).includes(column) ? { column, isDown: order === "down" } : null;
+}
+
+// A word is a part of the name or the state, or a condition as in loss<0.5.
+function matches(run, word) {
+  const [, column, operator, number] = word.match(/^([a-z]+)(<=|>=|<|>|=)([-+.\de]+)$/) || [];
+  if (!Object.keys(COLUMNS).includes(column)) return `${run.name} ${run.state}`.toLowerCase().includes(word);
+  const value = COLUMNS[column](run);
+  return Number.isFinite(value) && OPERATORS[operator](value, Number(number));
+}
+
+function sorted(shown) {
+  if (!sorting) return shown;
+  const key = COLUMNS[sorting.column], isUnknown = (value) => value === null || value === undefined;
+  return shown.map((run, index) => [run, index]).sort(([one, at], [other, otherAt]) => {
+    const [a, b] = [key(one), key(other)];
+    if (isUnknown(a) || isUnknown(b)) return isUnknown(a) - isUnknown(b) || at - otherAt;
+    const order = typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b;
+    return (sorting.isDown ? -order : order) || at - otherAt;
+  }).map(([run]) => run);
+}
+
+// A click on the head of a column sorts: ascending, then descending, then in the order of the server.
+function showSorting() {
+  for (const button of byId("runs-sort").children) {
+    const isSorted = sorting !== null && button.dataset.column === sorting.column;
+    button.textContent = button.dataset.column + (isSorted ? (sorting.isDown ? " ▼" : " ▲") : "");
+    button.setAttribute("aria-pressed", String(isSorted));
+  }
+}
+
+function sortBy(column) {
+  const isSorted = sorting !== null && sorting.column === column;
+  sorting = isSorted && sorting.isDown ? null : { column, isDown: isSorted };
+  sessionStorage.setItem("raypod-sort", sorting ? `${column} ${sorting.isDown ? "down" : "up"}` : "");
+  showSorting();
+  showList();
+}
+
 function showList() {
   const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
-  const shown = listed.filter((run) => words.every((word) => `${run.name} ${run.state}`.toLowerCase().includes(word)));
+  const shown = sorted(listed.filter((run) => words.every((word) => matches(run, word))));
   const items = shown.map((run) => {
     const row = rowOf(run.name);
     row.item.dataset.state = run.state;
@@ -190,6 +239,13 @@ async function poll() {
 }
 
 filter.addEventListener("input", showList);
+for (const column of Object.keys(COLUMNS)) {
+  const button = Object.assign(document.createElement("button"), { type: "button" });
+  button.dataset.column = column;
+  button.addEventListener("click", () => sortBy(column));
+  byId("runs-sort").append(button);
+}
+showSorting();
 follow.checked = sessionStorage.getItem("raypod-follow") === "yes";
 follow.addEventListener("change", () => sessionStorage.setItem("raypod-follow", follow.checked ? "yes" : "no"));
 byId("runs-clear").addEventListener("click", () => {

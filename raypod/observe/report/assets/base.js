@@ -1,5 +1,5 @@
 // State of the page, elements, numbers and colours. All files of this folder are joined into one function.
-const view = { x: "update", log: false, smooth: 0, hidden: new Set(), zoom: null, folded: new Map(), allSettings: false, isPrinting: false };
+const view = { x: "update", log: false, smooth: 0, hidden: new Set(), zoom: null, folded: new Map(), allSettings: false, isPrinting: false, sorted: new Map() };
 let runs = [];
 const charts = new Map(); // key -> ECharts instance
 const figures = new Map(); // key -> {element, canvas, option}
@@ -94,6 +94,35 @@ function table(head, rows, attributes) {
   return h("table", attributes || {}, header, h("tbody", {}, rows.map((row) => h("tr", {}, cells(row)))));
 }
 
+// A table whose rows a click on the head of a column sorts: ascending, then descending, then as they came.
+// `keys` has a number, a text or null for each cell; the order is kept by the name of the column.
+function sortableTable(key, head, rows, keys, attributes) {
+  const { name, isDown } = view.sorted.get(key) || {}, column = head.indexOf(name);
+  const order = rows.map((_, index) => index);
+  if (column >= 0) order.sort((one, other) => compared(keys[one][column], keys[other][column], isDown) || one - other);
+  const found = table(head, order.map((index) => rows[index]), attributes);
+  found.classList.add("sortable");
+  found.querySelectorAll("th").forEach((cell, index) => {
+    const isSorted = index === column, next = !isSorted ? { name: head[index], isDown: false } : isDown ? null : { name, isDown: true };
+    const click = () => {
+      if (next) view.sorted.set(key, next); else view.sorted.delete(key);
+      redraw(true);
+      root.querySelectorAll(`[data-sort="${CSS.escape(key)}"]`)[index].focus();
+    };
+    cell.setAttribute("aria-sort", !isSorted ? "none" : isDown ? "descending" : "ascending");
+    cell.replaceChildren(h("button", { type: "button", "data-sort": key, onclick: click }, head[index], isSorted ? (isDown ? " ▼" : " ▲") : ""));
+  });
+  return found;
+}
+
+// The order of two keys; unknown ones come last in both directions.
+function compared(one, other, isDown) {
+  const isUnknown = (key) => key === null || key === undefined || Number.isNaN(key);
+  if (isUnknown(one) || isUnknown(other)) return isUnknown(one) - isUnknown(other);
+  const order = typeof one === "number" && typeof other === "number" ? one - other : String(one).localeCompare(String(other), "en", { numeric: true });
+  return isDown ? -order : order;
+}
+
 // One chart with its title and a line of explanation. The element of a key is kept when the page is drawn again.
 function figure(key, title, note, height, option) {
   let found = figures.get(key);
@@ -130,7 +159,7 @@ function drawCharts(isUnfolding) {
       if (key.startsWith("curve:")) followZoom(chart);
     }
     chart.resize();
-    chart.setOption(found.option(found.canvas.clientWidth), { replaceMerge: ["series", "visualMap", "legend"] });
+    chart.setOption(found.option(found.canvas.clientWidth), { replaceMerge: ["series", "visualMap", "legend", "parallelAxis"] });
     if (key.startsWith("curve:")) selectWithMouse(chart);
   }
 }

@@ -5,8 +5,23 @@ function predictionsOf(run) {
   const name = (index) => test.classes[index] || String(index);
   return [
     h("p", { class: "hint" }, `${number(test.samples)} samples, after update ${number(test.update)}.`),
-    confusionOf(test, name), classesOf(test, name), calibrationOf(test),
+    errorsOf(test, name), confusionOf(test, name), classesOf(test, name), calibrationOf(test),
   ];
+}
+
+// The images of `--report-samples`: the wrong predictions with the highest confidence.
+function errorsOf(test, name) {
+  if (!test.errors) return [];
+  const wrong = test.samples - test.per_class.samples.reduce((sum, count, index) => sum + (test.per_class.recall[index] || 0) * count, 0);
+  const title = h("h4", {}, "Errors with the highest confidence");
+  if (!test.errors.length) return [title, h("p", {}, "No sample has a wrong class.")];
+  const figures = test.errors.map((each) => {
+    const isKnown = isNumber(each.label_probability), label = name(each.label), predicted = name(each.predicted);
+    const image = /^data:image\/(png|jpeg);base64,/.test(each.image || "") ? h("img", { src: each.image, alt: `sample ${each.sample}: ${label} taken for ${predicted}` }) : h("span", { class: "none" }, "not readable");
+    const of = isKnown ? percent(each.label_probability) : "";
+    return h("figure", {}, image, h("figcaption", {}, h("b", {}, label), of ? ` ${of}` : "", h("br"), "taken for ", h("b", { class: "bad" }, predicted), ` ${percent(each.confidence)}`, h("br"), h("span", { class: "note" }, `sample ${number(each.sample)}`)));
+  });
+  return [title, h("p", { class: "hint" }, `${test.errors.length} of ${counted(Math.round(wrong), "error")}, with the probabilities of both classes.`), h("div", { class: "errors" }, figures)];
 }
 
 function confusionOf(test, name) {

@@ -15,18 +15,19 @@ function factsOf(run) {
   const summary = run.summary || {}, calls = run.calls ? run.calls.totals : [];
   const rate = isNumber(summary.samples_per_s) ? summary.samples_per_s : lastOf(run.curves, "samples_per_s");
   const wait = isNumber(summary.data_wait_share) ? summary.data_wait_share : lastOf(run.curves, "data_wait_share");
-  const evaluated = run.evaluations.columns.slice(3).map((name) => [`${titleOf(name)}, evaluation`, number(lastOf(run.evaluations, name)) + (UNITS[name] || "")]);
-  const slow = calls.filter((total) => isSlow(run, total)).map((total) => total.instance);
+  const metric = (name, table, of) => [`${titleOf(name)}, ${of}`, number(lastOf(table, name)) + (UNITS[name] || ""), lastOf(table, name)];
+  const slow = calls.filter((total) => isSlow(run, total)).map((total) => total.instance), counts = run.timeline.counts;
+  const update = isNumber(run.update) ? run.update : run.curves.updates;
   return [
-    ["updates", isNumber(run.update) ? `${number(run.update)} of ${number(run.total_updates)}` : number(run.curves.updates)],
-    ...run.metrics.map((name) => [`${titleOf(name)}, last update`, number(lastOf(run.curves, name)) + (UNITS[name] || "")]),
-    ...evaluated,
-    ["samples per second", number(rate, 4)],
-    ["waiting for data", percent(wait)],
-    ["duration", seconds(run.timeline.end_s)],
-    ["lost instances", number(run.timeline.counts.instance_lost || 0)],
-    ["checkpoints", number(run.timeline.counts.checkpoint_saved || 0)],
-    ["slow instances", slow.length ? slow.join(", ") : "none"],
+    ["updates", isNumber(run.update) ? `${number(run.update)} of ${number(run.total_updates)}` : number(update), update],
+    ...run.metrics.map((name) => metric(name, run.curves, "last update")),
+    ...run.evaluations.columns.slice(3).map((name) => metric(name, run.evaluations, "evaluation")),
+    ["samples per second", number(rate, 4), rate],
+    ["waiting for data", percent(wait), wait],
+    ["duration", seconds(run.timeline.end_s), run.timeline.end_s],
+    ["lost instances", number(counts.instance_lost || 0), counts.instance_lost || 0],
+    ["checkpoints", number(counts.checkpoint_saved || 0), counts.checkpoint_saved || 0],
+    ["slow instances", slow.length ? slow.join(", ") : "none", slow.length],
   ];
 }
 
@@ -43,13 +44,12 @@ function overview() {
       h("dl", { class: "tiles" }, tiles.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     ];
   }
-  const names = [];
-  for (const run of runs) for (const [name] of factsOf(run)) if (!names.includes(name)) names.push(name);
-  const rows = runs.map((run) => {
-    const facts = new Map(factsOf(run));
-    return [h("span", { class: "name" }, swatch(runColour(run)), runName(run)), stateOf(run), ...names.map((name) => facts.get(name) || "–")];
-  });
-  return [h("div", { class: "scroll" }, comparison()), h("div", { class: "scroll" }, table(["run", "state", ...names], rows, { class: "numbers" })), runs.map(message)];
+  const facts = runs.map((run) => new Map(factsOf(run).map(([name, text, key]) => [name, { text, key }])));
+  const names = [...new Set(facts.flatMap((each) => [...each.keys()]))];
+  const rows = runs.map((run, index) => [h("span", { class: "name" }, swatch(runColour(run)), runName(run)), stateOf(run), ...names.map((name) => (facts[index].get(name) || { text: "–" }).text)]);
+  const keys = runs.map((run, index) => [runName(run), run.state, ...names.map((name) => (facts[index].get(name) || { key: null }).key)]);
+  const list = sortableTable("runs", ["run", "state", ...names], rows, keys, { class: "numbers" });
+  return [parallelOf(), h("div", { class: "scroll" }, comparison()), h("div", { class: "scroll" }, list), runs.map(message)];
 }
 
 // What `raypod compare` prints: the settings that differ, and the best and last value of each metric.

@@ -6,23 +6,30 @@ import importlib
 import sqlite3
 import struct
 from pathlib import Path
-from typing import Iterator, List
+from typing import Any, Iterator, List
 
 import pytest
+import torch
 
-from raypod import train
+import raypod
+from raypod.events import UpdateDone
 from raypod.observe.trackers import tracker_record
 
-FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--replicas", "2", "--lr-schedule", "constant"]
+FLAGS = {"fleet": "inline", "device": "emulated", "model": "tiny", "replicas": 2, "lr_schedule": "constant"}
+
+
+def log_media(event: Any) -> None:
+    if isinstance(event, UpdateDone) and event.update % 2 == 0:
+        raypod.log_image("samples/ä", torch.rand(3, 8, 8))
+        raypod.log_text("../note", f"<b>update {event.update}")
 
 
 def run_twice(tmp_path: Path, tracker: str) -> Path:
     """Run 6 updates, and resume after update 3 until update 8; return the run folder."""
     run = tmp_path / "run"
-    flags = [*FLAGS, "--tracker", tracker, "--tracker-timeout-s", "120", "--checkpoint-every", "3 updates"]
-    assert train.main([*flags, "--updates", "6", "--run-dir", str(run)]) == 0
-    resumed = str(run / "checkpoints" / "update-00000003")
-    assert train.main(["--resume", resumed, "--updates", "8", "--run-dir", str(run)]) == 0
+    flags = {**FLAGS, "tracker": tracker, "tracker_timeout_s": 120, "run_dir": run, "checkpoint_every": "3 updates"}
+    raypod.fit(**flags, updates=6, callbacks=log_media)
+    raypod.fit(**flags, updates=8, callbacks=log_media, resume=str(run / "checkpoints" / "update-00000003"))
     assert tracker_record.read(tracker_record.path_of(run, tracker)).is_complete
     return run
 
@@ -45,7 +52,10 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [step for step, key in rows if key == "training/loss"] == list(range(1, 9))
     assert [step for step, key in rows if key == "test/accuracy"] == [6, 8]
     assert params["training.model"] == "tiny"
-    assert list(tmp_path.rglob("artifacts/report.html"))
+    (report,) = tmp_path.rglob("artifacts/report.html")
+    texts = {file.name: file.read_text() for file in (report.parent / "texts" / "note").iterdir()}
+    assert texts == {f"{update:08d}.txt": f"<b>update {update}" for update in (2, 4, 6, 8)}
+    assert len(list(report.parent.glob("images/*.png"))) == 4
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +68,9 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_id = tracker_record.read(tracker_record.path_of(run, "wandb")).run_id
     assert {file.stem for file in files} == {f"run-{run_id}"}
     assert [step for file in files for step in steps_in(file)] == list(range(1, 9))
+    assert len(list(run.glob("wandb/offline-run-*/files/media/images/samples/*.png"))) == 4
+    (text,) = run.glob("wandb/offline-run-*/files/media/html/**/note_8_*.html")
+    assert "<pre>&lt;b&gt;update 8</pre>" in text.read_text()
     assert not [file for file in run.rglob("*") if file.is_file() and key.encode() in file.read_bytes()]
 
 
