@@ -6,11 +6,11 @@ import contextlib
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence, Tuple
+from typing import Any, Callable, Iterator, Optional, Sequence, Tuple
 
 from raypod.errors import ConfigError
 from raypod.plan import flags, resolve, user_code
-from raypod.plan.config import IMAGE_TASKS, Config
+from raypod.plan.config import IMAGE_TASKS, LANGUAGE_MODEL, Config
 from raypod.plan.values import parse_size
 from raypod.system import sdk
 from raypod.system.command_line import FlagParser, counted, show
@@ -19,6 +19,7 @@ _USAGE = (
     "raypod pack [--shard-size SIZE] [--columns NAMES] FOLDER OUT\n"
     "       raypod pack [--shard-size SIZE] --dataset MODULE:FUNCTION [--data-dir DIR] OUT\n"
     "       raypod pack [--shard-size SIZE] --task MODULE:CLASS [options of the task] OUT\n"
+    "       raypod pack --task language-model --text FILES [--tokenizer FILE] [--held-out FRACTION] [--max-mb MB] OUT\n"
     "       raypod pack --verify OUT"
 )
 _DESCRIPTION = (
@@ -27,7 +28,8 @@ _DESCRIPTION = (
     "folder of Parquet files, train*.parquet and test*.parquet, or one that save_to_disk of Hugging Face's datasets "
     "has written: with a --task of your own and --data-dir OUT. A data set of your own, as --dataset of train: with "
     "--dataset shards --data-dir OUT. The data sets of a task, as --task of train: with the same --task and --data-dir "
-    "OUT."
+    "OUT. A text for --task language-model, which is tokenized once, and mapped into memory: with --task language-model "
+    "--data-dir OUT."
 )
 _EPILOG = (
     "The tar files are WebDataset shards: 000000042.jpg and 000000042.cls are image and label of sample 42, or "
@@ -35,6 +37,11 @@ _EPILOG = (
     "which the next one replaces."
 )
 _OF_TRAIN = ("--dataset", "--task", "--config")  # with one of these, the data is that of a training
+_SHARD_SIZE = "1GB"
+# The keys of a training that decide what is packed: of a text, of labelled images, and of a task with all its options.
+_OF_TEXT = ("task.name", "task.text", "task.tokenizer", "task.held_out", "task.max_mb")
+_OF_IMAGES = ("data.dataset", "data.data_dir", "data.classes", "task.name", "run.device")
+_OF_TASK = (*("data.data_dir", "data.cache_dir", "data.cache_size"), "training.seed", "run.device")
 
 
 def parser(words: Sequence[str]) -> FlagParser:
@@ -54,7 +61,7 @@ def parser(words: Sequence[str]) -> FlagParser:
         parser.add_argument("--dataset", metavar="MODULE:FUNCTION", help="data set of your own, as of raypod train")
         parser.add_argument("--task", metavar="MODULE:CLASS", help="task of your own, as of raypod train")
     parser.add_argument(
-        "--shard-size", metavar="SIZE", default="1GB", help="largest size of a shard, as 256MB [default: 1GB]"
+        "--shard-size", metavar="SIZE", help=f"largest size of a shard, as 256MB [default: {_SHARD_SIZE}]"
     )
     parser.add_argument("--verify", action="store_true", help="compare every file of a packed folder with its checksum")
     return parser
@@ -65,7 +72,17 @@ def _pack_training(args: Namespace) -> int:
     args.overrides = [word for word in args.overrides if "=" in word]
     if len(words) != 1 or args.verify:
         raise ConfigError("--dataset and --task take one folder, that of the shards: raypod pack --task mine:Task OUT")
-    return _pack_samples(resolve.resolve(args), Path(words[0]).expanduser(), _size_of(args.shard_size))
+    config, target = resolve.resolve(args), Path(words[0]).expanduser()
+    is_image_task, is_text = config.task.name in IMAGE_TASKS, config.task.name == LANGUAGE_MODEL
+    effective = _OF_IMAGES if is_image_task else _OF_TEXT if is_text else _OF_TASK
+    for name in resolve.given_values(args):
+        if name not in effective and (is_image_task or is_text or not name.startswith("task.")):
+            raise ConfigError(f"--{name.partition('.')[2].replace('_', '-')} has no effect on raypod pack: omit it")
+    if not is_text:
+        return _pack_samples(config, target, _size_of(args.shard_size))
+    if args.shard_size is not None:
+        raise ConfigError("--shard-size has no effect on a text, which has no shards: omit it")
+    return _pack_text(config, target)
 
 
 def _pack_folder(args: Namespace) -> int:
@@ -116,6 +133,20 @@ def _pack_samples(config: Config, target: Path, shard_bytes: int) -> int:
     return 0
 
 
+def _pack_text(config: Config, target: Path) -> int:
+    from raypod.training.data import packed_text, packing
+    from raypod.training.tasks.language_facts import LanguageOptions, pieces_of
+
+    packing.check_target(target)
+    options = LanguageOptions.model_validate(config.task.options)
+    name = ", ".join(options.text or ["the standard library of Python"])
+    with _progress("B") as progress:
+        found = packed_text.pack_text(name, pieces_of(options), options.tokenizer, target, progress)
+    units = "bytes" if options.tokenizer is None else "tokens"
+    show(f"{target}: {found.train} training and {found.test} test {units}, {found.bytes / 1e9:.2f} GB")
+    return 0
+
+
 def _samples_of(task: Any, name: str) -> Tuple[Any, Tuple[str, ...]]:
     """Return what is packed of a task, and the names of the classes of images."""
     from raypod.training.data.packing import splits_of
@@ -142,7 +173,8 @@ def _verify(folder: Path) -> int:
     return 0
 
 
-def _size_of(text: str) -> int:
+def _size_of(given: Optional[str]) -> int:
+    text = _SHARD_SIZE if given is None else given
     try:
         return parse_size(text)
     except ValueError as error:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from raypod.errors import ConfigError, DataMissing
-from raypod.plan.config import SHARDS, TEST_SAMPLE, Config
+from raypod.plan.config import LANGUAGE_MODEL, SHARDS, TEST_SAMPLE, Config
 from raypod.plan.plan import DatasetSize
 from raypod.system.files import looked_in
 from raypod.system.urls import is_url
@@ -196,9 +196,16 @@ def opened(config: Config) -> Packed:
                 f"--data-dir {folder} has no {shards.INDEX}, which `raypod pack` writes{_looked_in(folder)}"
             )
         packed = shards.PackedFolder(folder)
+    check_no_text(packed)
     if packed.index.structure is None:
         raise ConfigError(f"{packed} has the images of a folder: train with --dataset imagefolder --data-dir {packed}")
     return packed
+
+
+def check_no_text(packed: Packed) -> None:
+    """Raise ConfigError for a text, which has no samples."""
+    if packed.index.text is not None:
+        raise ConfigError(f"{packed} has a text: train with --task {LANGUAGE_MODEL} --data-dir {packed}")
 
 
 def _looked_in(folder: Path) -> str:

@@ -18,11 +18,11 @@ from raypod import train
 from raypod.__main__ import main
 from raypod.errors import ConfigError
 from raypod.training.data import shard_stream, shards
-from raypod.training.data.feed import Feed
 from raypod.training.data.loading import SeededSamples
 from raypod.training.data.packed_samples import decode, encode, form_of
 from raypod.training.tasks.registry import task_of_plan
 from tests.support import ROOT
+from tests.support.fed import equal, fed
 from tests.support.shard_threads import InThread
 
 MODULE = """
@@ -106,21 +106,6 @@ def hash_of(*words: str) -> Any:
     run = Path(f"run{len(list(Path().iterdir()))}")
     assert train.main([*INLINE, *words, "--run-dir", str(run)]) == 0
     return json.loads((run / "summary.json").read_text())["weights_sha256"]
-
-
-def fed(plan: Any) -> List[torch.Tensor]:
-    """Return everything that is fed in each update, of all instances in turn."""
-    feeds = [Feed(plan, each, task_of_plan(plan).load()) for each in plan.placement.instances]
-    try:
-        streams = [[batch for segment in plan.segments() for batch in feed.calls(segment)] for feed in feeds]
-    finally:
-        for feed in feeds:
-            feed.close()
-    return [torch.cat([each.double().reshape(-1) for each in column]) for row in zip(*streams) for column in zip(*row)]
-
-
-def equal(ours: List[torch.Tensor], theirs: List[torch.Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(torch.equal(*pair) for pair in zip(ours, theirs))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +222,16 @@ def test_a_changed_byte_is_named_with_its_sample(make: Any) -> None:
         (["--task", "packed_modules:Empty", "new"], "packed_modules:Empty has no training samples"),
         (["--dataset", "packed_modules:short", "new"], "found label 5, but labels of 3 classes .*training sample 0"),
         (["--dataset", "digits", "new"], "digits is built in: name a data set or a task of your own, or pack a folder"),
-        (["--task", "language-model", "new"], "language-model is built in"),
+        (["--task", "hf-causal-lm", "new"], "hf-causal-lm is built in"),
+        (
+            ["--task", "packed_modules:Task", "--batch-size", "4", "new"],
+            "--batch-size has no effect on raypod pack: om",
+        ),
+        (
+            ["--task", "packed_modules:Task", "pod.replicas=2", "new"],
+            "--replicas has no effect on raypod pack: omit it",
+        ),
+        (["--dataset", "packed_modules:images", "--no-augment", "new"], "--augment has no effect on raypod pack: omit"),
         (["--task", "packed_modules:Task"], "--dataset and --task take one folder, that of the shards"),
         (["--task", "packed_modules:Task", "packed"], "packed exists; choose another folder, or remove it"),
     ],
