@@ -23,13 +23,13 @@ _USAGE = (
     "       raypod pack --verify OUT"
 )
 _DESCRIPTION = (
-    "Pack data into a few large tar files, for disks on which many small files are slow, and for object stores. A "
-    "folder of images, train/CLASS/* and val/CLASS/* (or test/): train with --dataset imagefolder --data-dir OUT. A "
-    "folder of Parquet files, train*.parquet and test*.parquet, or one that save_to_disk of Hugging Face's datasets "
-    "has written: with a --task of your own and --data-dir OUT. A data set of your own, as --dataset of train: with "
-    "--dataset shards --data-dir OUT. The data sets of a task, as --task of train: with the same --task and --data-dir "
-    "OUT. A text for --task language-model, which is tokenized once, and mapped into memory: with --task language-model "
-    "--data-dir OUT."
+    "Pack data into a few large files, for disks on which many small files are slow, and for object stores. A folder "
+    "of images, train/CLASS/* and val/CLASS/* (or test/): train with --dataset imagefolder --data-dir OUT. A folder of "
+    "Parquet files, train*.parquet and test*.parquet, or one that save_to_disk of Hugging Face's datasets has written: "
+    "with a --task of your own and --data-dir OUT. A folder of WebDataset tars, which are not copied: OUT has links to "
+    "them, and an index. A data set of your own, as --dataset of train: with --dataset shards --data-dir OUT. The data "
+    "sets of a task, as --task of train: with the same --task and --data-dir OUT. A text for --task language-model, "
+    "which is tokenized once, and mapped into memory: with --task language-model --data-dir OUT."
 )
 _EPILOG = (
     "The tar files are WebDataset shards: 000000042.jpg and 000000042.cls are image and label of sample 42, or "
@@ -56,7 +56,9 @@ def parser(words: Sequence[str]) -> FlagParser:
     else:
         parser.add_argument("words", nargs="*", metavar="FOLDER OUT", help="the data, and the folder of the shards")
         parser.add_argument(
-            "--columns", metavar="NAMES", help="columns of tables that are packed, as x,label [default: all]"
+            "--columns",
+            metavar="NAMES",
+            help="columns of tables, or files of samples in tars, as x,label [default: all]",
         )
         parser.add_argument("--dataset", metavar="MODULE:FUNCTION", help="data set of your own, as of raypod train")
         parser.add_argument("--task", metavar="MODULE:CLASS", help="task of your own, as of raypod train")
@@ -104,8 +106,11 @@ def _pack_folder(args: Namespace) -> int:
     if len(args.words) != 2:
         raise ConfigError("the folder of the shards is missing: raypod pack FOLDER OUT")
     target = Path(args.words[1]).expanduser()
-    tables = None if shards.is_packed(folder) else splits_in(folder, args.columns and args.columns.split(","))
-    if tables is None and args.columns:
+    columns = args.columns and args.columns.split(",")
+    tables = None if shards.is_packed(folder) else splits_in(folder, columns)
+    if tables is None and _pack_tars(folder, columns, target, args.shard_size):
+        return 0
+    if tables is None and columns:
         raise ConfigError(f"--columns has no effect on {folder}, which has no tables: omit it")
     with _progress("image" if tables is None else "row") as progress:
         if tables is None:
@@ -115,6 +120,23 @@ def _pack_folder(args: Namespace) -> int:
             found = packing.pack_samples(str(folder), splits, (), target, shard_bytes, progress)
     _show_packed(target, found, "images" if tables is None else "samples")
     return 0
+
+
+def _pack_tars(folder: Path, columns: Optional[Sequence[str]], target: Path, shard_size: Optional[str]) -> bool:
+    """Index the tars of others in a folder; return whether it has some."""
+    from raypod.training.data import foreign_tars, image_folder, shards
+
+    if shards.is_packed(folder) or image_folder.has_classes(folder):
+        return False
+    tars = foreign_tars.tars_in(folder)
+    if tars is None:
+        return False
+    if shard_size is not None:
+        raise ConfigError("--shard-size has no effect on tars, which are indexed where they are: omit it")
+    with _progress("B") as progress:
+        found = foreign_tars.index_tars(str(folder), tars, columns, target, progress)
+    _show_packed(target, found, "samples")
+    return True
 
 
 def _pack_samples(config: Config, target: Path, shard_bytes: int) -> int:

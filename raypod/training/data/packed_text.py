@@ -216,8 +216,8 @@ def opened(config: Config) -> PackedText:
         folder = Path(place).expanduser()
         if not shards.is_packed(folder):
             raise DataMissing(
-                f"--data-dir {place} has no {shards.INDEX}, which `raypod pack --task {config.task.name}` writes; a text "
-                "that is not packed has the flag --text"
+                f"--data-dir {place} has no {shards.INDEX}, which `raypod pack --task {config.task.name}` writes; a "
+                "text that is not packed has the flag --text"
             )
         if data.cache_dir is not None:
             raise ConfigError(f"--cache-dir has no effect on the folder {place}: omit it")

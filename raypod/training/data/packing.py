@@ -113,7 +113,7 @@ def _write(
     with packed_folder(name, target) as partial:
         packed = {split: _Split(content, partial, split) for split, content in contents.items()}
         listed = {split: packed[split].write(shard_bytes, count) for split in shards.SPLITS}
-        checksums = _write_arrays(partial, packed)
+        checksums = write_arrays(partial, {split: content.arrays for split, content in packed.items()})
         index = Index(
             format=shards.FORMAT,
             version=shards.VERSION,
@@ -367,12 +367,12 @@ def _padded(size: int) -> int:
     return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
-def _write_arrays(target: Path, packed: Dict[str, _Split]) -> Dict[str, str]:
-    """Write the arrays of the index and return their checksums by name."""
+def write_arrays(target: Path, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> Dict[str, str]:
+    """Write the arrays of the index, by split and column, and return their checksums by name."""
     folder, checksums = target / shards.ARRAYS, {}
     folder.mkdir()
-    for split, content in packed.items():
-        for column, array in content.arrays.items():
+    for split, columns in arrays.items():
+        for column, array in columns.items():
             name, encoded = f"{split}_{column}", io.BytesIO()
             np.save(encoded, array)
             path = folder / f"{name}.npy"

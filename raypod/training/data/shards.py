@@ -56,12 +56,15 @@ class Shard(pydantic.BaseModel):
 
 
 class Field(pydantic.BaseModel):
-    """An entry of every sample: its name, or its number in a tuple, and what it is as an object of Python."""
+    """An entry of every sample: its name, or its number in a tuple, and what it is as an object of Python.
+
+    Files of tars of others have the names of their suffixes, and are also json, text or bytes.
+    """
 
     model_config = pydantic.ConfigDict(frozen=True)
 
-    name: str = pydantic.Field(pattern="^[A-Za-z0-9_-]{1,64}$")
-    kind: Literal["tensor", "array", "number"]
+    name: str = pydantic.Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
+    kind: Literal["tensor", "array", "number", "json", "text", "bytes"]
 
 
 class TextIndex(pydantic.BaseModel):
@@ -99,7 +102,7 @@ class Index(pydantic.BaseModel):
     format: str
     version: int
     classes: Tuple[str, ...]
-    structure: Optional[Literal["dict", "tuple", "single"]] = None
+    structure: Optional[Literal["dict", "tuple", "single", "members"]] = None
     fields: Tuple[Field, ...] = ()
     text: Optional[TextIndex] = None
     train: SplitIndex

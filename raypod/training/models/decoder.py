@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: torch.Tensor, segments: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """Map [n, length, width] to [n, length, width]. A token attends to its own one of the `segments` [n, length]."""
+        """Map [n, length, width] to [n, length, width]. A token attends to its own of the `segments` [n, length]."""
         samples, length, width = hidden.shape
         split = self.qkv(hidden).reshape(samples, length, 3, self.heads, width // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
