@@ -106,8 +106,9 @@ def _pack_folder(args: Namespace) -> int:
     if len(args.words) != 2:
         raise ConfigError("the folder of the shards is missing: raypod pack FOLDER OUT")
     target = Path(args.words[1]).expanduser()
+    packing.check_target(target)
     columns = args.columns and args.columns.split(",")
-    tables = None if shards.is_packed(folder) else splits_in(folder, columns)
+    tables = None if shards.is_packed(folder) else splits_in(folder, columns, target.parent)
     if tables is None and _pack_tars(folder, columns, target, args.shard_size):
         return 0
     if tables is None and columns:
