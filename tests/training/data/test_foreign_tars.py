@@ -118,7 +118,7 @@ def test_images_of_others_train_as_those_of_a_folder_and_stay_where_they_are(mak
     plan = make(data={"dataset": "imagefolder", "data_dir": "packed", "image_size": 32}, **SIZES)
     splits = registry.load(plan.config)
     assert (splits.classes, splits.names) == (3, ("0", "1", "2"))
-    ours = sorted((splits.train.files.read(index), int(splits.train.labels[index])) for index in range(24))
+    ours = sorted((splits.train.files.read(index), int(splits.train[index][1])) for index in range(24))
     assert ours == sorted((encoded(each["png"]), each["cls"]) for each in images[:24])
     assert [splits.test.files.read(index) for index in range(6)] == [encoded(each["png"]) for each in images[24:]]
     words = ["--dataset", "imagefolder", "--image-size", "32", "--model", "tiny", "--batch-size", "2"]

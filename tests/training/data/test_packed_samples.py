@@ -17,6 +17,7 @@ import torch
 from raypod import train
 from raypod.__main__ import main
 from raypod.errors import ConfigError
+from raypod.system.remote.store import Store
 from raypod.training.data import shard_stream, shards
 from raypod.training.data.loading import SeededSamples
 from raypod.training.data.packed_samples import decode, encode, form_of
@@ -188,6 +189,16 @@ def test_any_placement_feeds_the_same_from_a_url_in_windows(make: Any, instances
     assert len(plan.dataset_size.shards) > 1
     assert equal(fed(plan), expected)
     assert not equal(fed(make(**task, **SIZES)), expected)
+
+
+def test_a_plan_reads_the_index_of_a_url_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, reads, read = pack("--task", "packed_modules:Task"), [], Store.read
+    monkeypatch.setattr(Store, "read", lambda store, name: (reads.append(name), read(store, name))[1])
+    make(task={"name": "packed_modules:Task"}, data={"data_dir": f"file://{folder}"})
+    pack_images = ["--dataset", "packed_modules:images", "images"]
+    assert main(["pack", *pack_images]) == 0
+    make(data={"dataset": "shards", "data_dir": f"file://{Path('images').resolve()}"})
+    assert reads == ["index.json"] * 2
 
 
 def test_a_collate_function_augments_samples_of_shards_the_same_in_every_process(make: Any) -> None:
