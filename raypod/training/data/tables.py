@@ -26,7 +26,7 @@ _INSTALL = "pip install 'raypod[hf]'"
 _STATE, _SPLITS = "state.json", "dataset_dict.json"  # of a folder that `save_to_disk` has written
 _TRAIN, _TEST = ("train",), ("test", "validation", "val")  # names of splits; the first one that exists
 _HASHED_ROWS = 1024  # of a table, evenly spaced
-_RELEASED_ROWS = 256  # after so many, pages of a mapped file leave the memory of the process
+_RELEASED_READS = 32  # of rows of a column, after which the pages of a mapped file leave the memory of the process
 _BATCH_BYTES, _MOST_ROWS, _BUFFER_BYTES = 1 << 25, 1 << 16, 1 << 20  # of what is read of Parquet files at a time
 _Reader = Callable[[int, int], np.ndarray]  # the rows from a first one to another one, exclusive
 
@@ -40,6 +40,7 @@ class Table:
         name: of the table, for messages.
         table: the table.
         columns: that are used; None: all.
+        on_read: called before a row of a column is read.
 
     Attributes:
         fingerprint: hash of up to 1,024 rows, by which instances compare their data.
@@ -48,11 +49,17 @@ class Table:
         ConfigError: a column does not exist, has missing values, or holds no numbers.
     """
 
-    def __init__(self, name: str, table: Any, columns: Optional[Sequence[str]] = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        table: Any,
+        columns: Optional[Sequence[str]] = None,
+        on_read: Optional[Callable[[], object]] = None,
+    ) -> None:
         known = list(table.column_names)
         _check_columns(name, known, columns)
         self._length = int(table.num_rows)
-        self._columns = {column: _Column(name, column, table.column(column)) for column in columns or known}
+        self._columns = {column: _Column(name, column, table.column(column), on_read) for column in columns or known}
         if not self._columns:
             raise ConfigError(f"{name} has no columns")
         rows = range(0, self._length, -(-self._length // _HASHED_ROWS) or 1)
@@ -80,7 +87,8 @@ def _check_columns(name: str, known: Sequence[str], columns: Optional[Sequence[s
 class _Column:
     """The rows of a column, in its chunks."""
 
-    def __init__(self, table: str, name: str, column: Any) -> None:
+    def __init__(self, table: str, name: str, column: Any, on_read: Optional[Callable[[], object]]) -> None:
+        self._on_read = on_read
         self._named = f"{table}: the column {name!r}"
         if column.null_count:
             raise ConfigError(f"{self._named} has {column.null_count} missing values: fill them, or omit the column")
@@ -89,6 +97,8 @@ class _Column:
         self._readers = [self._reader(chunk) for chunk in chunks]
 
     def __getitem__(self, row: int) -> np.ndarray:
+        if self._on_read is not None:
+            self._on_read()
         chunk = int(np.searchsorted(self._ends, row, side="right"))
         first = row - (int(self._ends[chunk - 1]) if chunk else 0)
         found: np.ndarray = self._readers[chunk](first, first + 1)[0]
@@ -163,21 +173,17 @@ def _readable(file: Path) -> Iterator[None]:
         raise ConfigError(f"cannot read {file}: {' '.join(str(error).split())}") from None
 
 
-class _FileTable(Table):
-    """A table in a file that is mapped into memory, of which few pages stay in that of the process."""
+class _MappedFile:
+    """A file that is mapped into memory, of which few pages stay in that of the process."""
 
-    def __init__(self, name: str, mapped: mmap.mmap, columns: Optional[Sequence[str]]) -> None:
-        import pyarrow as pa
+    def __init__(self, file: Any) -> None:
+        self.mapped, self._reads = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), 0
 
-        self._mapped, self._reads = mapped, 0
-        super().__init__(name, pa.ipc.open_file(pa.py_buffer(mapped)).read_all(), columns)
-
-    def __getitem__(self, index: int) -> Dict[str, np.ndarray]:
-        """Return the row `index`."""
+    def on_read(self) -> None:
+        """Release all pages after some reads; they come back from the page cache, or the disk."""
         self._reads += 1
-        if self._reads % _RELEASED_ROWS == 0:
-            self._mapped.madvise(mmap.MADV_DONTNEED)
-        return super().__getitem__(index)
+        if self._reads % _RELEASED_READS == 0:
+            self.mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def streamed_parquet(pattern: Path, columns: Optional[Sequence[str]], folder: Path) -> Table:
@@ -201,7 +207,8 @@ def streamed_parquet(pattern: Path, columns: Optional[Sequence[str]], folder: Pa
                 return from_parquet(pattern, columns)  # without rows
             writer.close()
             file.flush()
-            return _FileTable(name, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), columns)
+            pages = _MappedFile(file)
+            return Table(name, pa.ipc.open_file(pa.py_buffer(pages.mapped)).read_all(), columns, pages.on_read)
     except OSError as error:
         raise ConfigError(f"cannot copy the rows of {name} to {folder}: {error.strerror or error}") from None
 
@@ -219,9 +226,9 @@ def _batches(pa: Any, files: Sequence[Path], columns: Optional[Sequence[str]]) -
             first = first or fields
             if not fields.equals(first):
                 raise ConfigError(f"{file} has other columns than {files[0]}")
-            for batch in source.iter_batches(_rows_of_batch(source), columns=fields.names, use_threads=False):
-                if batch.num_rows:
-                    yield batch
+            for group in range(source.num_row_groups):  # one after the other: a reader of all keeps their buffers
+                rows = _rows_of_batch(source.metadata.row_group(group))
+                yield from source.iter_batches(rows, row_groups=[group], columns=fields.names, use_threads=False)
 
 
 def _chosen(pa: Any, schema: Any, columns: Optional[Sequence[str]]) -> Any:
@@ -230,10 +237,8 @@ def _chosen(pa: Any, schema: Any, columns: Optional[Sequence[str]]) -> Any:
     return pa.schema([schema.field(name) for name in known])
 
 
-def _rows_of_batch(source: Any) -> int:
-    groups = [source.metadata.row_group(number) for number in range(source.metadata.num_row_groups)]
-    most = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
-    return max(1, min(_MOST_ROWS, int(_BATCH_BYTES / max(1, most))))
+def _rows_of_batch(group: Any) -> int:
+    return max(1, min(_MOST_ROWS, _BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)))
 
 
 def _parquet_files(path: Path) -> List[Path]:

@@ -180,9 +180,10 @@ def test_images_train_the_same_with_their_data_set_and_with_shards() -> None:
 
 
 @pytest.mark.parametrize("instances", [2, 4])
-def test_any_placement_feeds_the_same_from_a_url_in_windows(make: Any, instances: int) -> None:
-    task = {"task": {"name": "packed_modules:Task"}}
-    folder = pack("--task", "packed_modules:Task")
+@pytest.mark.parametrize("name", ["Task", "Padded"])
+def test_any_placement_feeds_the_same_from_a_url_in_windows(make: Any, instances: int, name: str) -> None:
+    task = {"task": {"name": f"packed_modules:{name}"}}
+    folder = pack("--task", f"packed_modules:{name}")
     expected = fed(make(**task, **SIZES, data={"data_dir": str(folder), "shuffle_window": 1}))
     sizes = {**SIZES, "pod": {"replicas": 4, "num_instances": instances}}
     plan = make(**task, **sizes, data={"data_dir": f"file://{folder}", "shuffle_window": 1})

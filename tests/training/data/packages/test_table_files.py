@@ -172,12 +172,12 @@ def test_columns_without_tables_are_one_line(capsys: Any) -> None:
     assert re.search("--columns has no effect on images, which has no tables: omit it", line)
 
 
-def test_parquet_files_that_are_larger_than_the_memory_are_streamed(run_python: Any, monkeypatch: Any) -> None:
-    rows = np.random.default_rng(0).normal(size=(40_000, 1000)).astype(np.float32)
-    for name, first, end in (("train-0", 0, 20_000), ("train-1", 20_000, 39_990), ("test-0", 39_990, 40_000)):
-        values = pa.FixedSizeListArray.from_arrays(pa.array(rows[first:end].reshape(-1)), 1000)
+def test_parquet_files_that_are_larger_than_the_memory_are_streamed(run_python: Any) -> None:
+    rows = np.random.default_rng(0).normal(size=(4000, 10_000)).astype(np.float32)
+    for name, first, end in (("train-0", 0, 2000), ("train-1", 2000, 3990), ("test-0", 3990, 4000)):
+        values = pa.FixedSizeListArray.from_arrays(pa.array(rows[first:end].reshape(-1)), 10_000)
         flags = pa.array([bool(each % 3) for each in range(first, end)])
-        parquet.write_table(pa.table({"x": values, "flag": flags}), f"tables/{name}.parquet", row_group_size=4000)
+        parquet.write_table(pa.table({"x": values, "flag": flags}), f"tables/{name}.parquet", row_group_size=400)
     # The greatest memory of the process before and after, in kB: 160 MB of rows, in several parts.
     program = """
 import resource
@@ -189,7 +189,7 @@ assert main(["pack", "tables", "packed"]) == 0
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     more_kb = int(run_python(program).splitlines()[-1])
-    assert more_kb < 100_000
+    assert more_kb < 110_000
     assert main(["pack", "--verify", "packed"]) == 0
     index, arrays = (
         shards.read_index(Path("packed")),
@@ -197,7 +197,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     )
     files = shards.PackedFiles(Path("packed"), *shards.columns_of(index, "train", arrays))
     form = Form("dict", index.fields)
-    for sample in (0, 3999, 4000, 19_999, 20_000, 39_989):
+    for sample in (0, 399, 400, 1999, 2000, 3989):
         found = decode(files.read(sample), form)
         assert np.array_equal(found["x"], rows[sample])
         assert bool(found["flag"]) == bool(sample % 3)
