@@ -92,7 +92,8 @@ def index_tars(
     with packing.packed_folder(name, target) as folder:
         for split, paths in tars.items():
             (folder / shards.SPLITS[split]).mkdir()
-            listed, rows = [], []
+            listed: List[Shard] = []
+            rows: List[Tuple[Any, ...]] = []
             for number, path in enumerate(paths):
                 place = f"{shards.SPLITS[split]}/{number:05d}.tar"
                 (folder / place).symlink_to(os.path.abspath(path))  # noqa: PTH100 - `resolve` follows links

@@ -190,11 +190,14 @@ class PackedText:
             found.append(np.diff(np.append(load_mapped(self._packed.file(starts)), split.samples)).tolist())
         return found[0], found[1]
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether tokens are those of a tokenizer; otherwise bytes."""
+        return self._text.tokenizer is not None
+
     def note(self) -> str:
         """Return a line for the plan."""
-        tokens = (
-            f"{self.index.train.samples} + {self.index.test.samples} {'tokens' if self._text.tokenizer else 'bytes'}"
-        )
+        tokens = f"{self.index.train.samples} + {self.index.test.samples} {'tokens' if self.has_tokenizer else 'bytes'}"
         return f"packed text of {tokens}, {shards.shown_bytes(shards.bytes_of(self.index))}, at {self._packed}"
 
 

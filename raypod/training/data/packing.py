@@ -54,7 +54,10 @@ def pack(folder: Path, target: Path, shard_bytes: int, on_sample: Callable[[int,
     if shards.is_packed(folder):
         raise ConfigError(f"{folder} is packed already")
     if not image_folder.has_classes(folder):
-        raise ConfigError(f"{folder / 'train'} has no class folders; expected {folder}/train/CLASS/*.jpg")
+        raise ConfigError(
+            f"{folder / 'train'} has no class folders; expected {folder}/train/CLASS/*.jpg, or train*.parquet, or "
+            "train*.tar; a text is packed by --task language-model --text FILES"
+        )
     check_target(target)
     files = image_folder.list_files(folder)
     images = {split: _Images(folder, files[f"{split}_files"], files[f"{split}_labels"]) for split in shards.SPLITS}

@@ -219,14 +219,14 @@ def _batches(pa: Any, files: Sequence[Path], columns: Optional[Sequence[str]]) -
     first: Any = None
     for file in files:
         with _readable(file):
-            source = parquet.ParquetFile(str(file), buffer_size=_BUFFER_BYTES)
+            source = parquet.ParquetFile(str(file), buffer_size=_BUFFER_BYTES, pre_buffer=False)
             if first is None:
                 _check_columns(str(file), source.schema_arrow.names, columns)
             fields = _chosen(pa, source.schema_arrow, columns)
             first = first or fields
             if not fields.equals(first):
                 raise ConfigError(f"{file} has other columns than {files[0]}")
-            for group in range(source.num_row_groups):  # one after the other: a reader of all keeps their buffers
+            for group in range(source.num_row_groups):
                 rows = _rows_of_batch(source.metadata.row_group(group))
                 yield from source.iter_batches(rows, row_groups=[group], columns=fields.names, use_threads=False)
 
@@ -238,7 +238,7 @@ def _chosen(pa: Any, schema: Any, columns: Optional[Sequence[str]]) -> Any:
 
 
 def _rows_of_batch(group: Any) -> int:
-    return max(1, min(_MOST_ROWS, _BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)))
+    return max(1, min(_MOST_ROWS, _BATCH_BYTES * int(group.num_rows) // max(1, int(group.total_byte_size))))
 
 
 def _parquet_files(path: Path) -> List[Path]:
@@ -366,11 +366,10 @@ def splits_in(folder: Path, columns: Optional[Sequence[str]], room: Path) -> Opt
         if found[0] is None:
             raise ConfigError(f"{folder} has no split {_TRAIN[0]}: pack the folder of one of its splits")
         return from_hf(found[0], columns), [] if found[1] is None else from_hf(found[1], columns)
-    patterns = [_parquet_pattern(folder, names) for names in (_TRAIN, _TEST)]
-    if patterns[0] is None:
+    train, test = (_parquet_pattern(folder, names) for names in (_TRAIN, _TEST))
+    if train is None:
         return None
-    train, test = (each and streamed_parquet(each, columns, room) for each in patterns)
-    return train, test or []
+    return streamed_parquet(train, columns, room), [] if test is None else streamed_parquet(test, columns, room)
 
 
 def _parquet_pattern(folder: Path, names: Sequence[str]) -> Optional[Path]:

@@ -84,8 +84,7 @@ def facts(config: Config, is_dry: bool) -> TaskFacts:
     options = LanguageOptions.model_validate(config.task.options)
     length, generated, packed = options.sequence_length, generated_windows(options), packed_text_of(config, options)
     if packed is not None:
-        has_tokens = packed.index.text.tokenizer is not None
-        size = _packed_size(config, options, packed)
+        has_tokens, size = packed.has_tokenizer, _packed_size(config, options, packed)
     else:
         tokenizer = tokenizer_of(options)
         has_tokens = tokenizer is not None or generated is not None
