@@ -7,8 +7,9 @@ neighbours in the shards (0: a full shuffle; 1: the order of the shards), and th
 
 `speed` reads the same samples (random bytes, not decoded) from a local S3 server (moto, behind a proxy that counts
 bytes), in one process: raypod, and MosaicML Streaming under the interpreter PYTHON, which has mosaicml-streaming. Both
-shuffle, and have an empty cache at first: samples/s of the first epoch, seconds until the first sample of a process
-that resumes in the middle of an epoch with an empty cache, and bytes read. Rounds alternate; medians with the extremes.
+shuffle, and have an empty cache at first: samples/s of the first epoch, without the imports; seconds from the start of
+a process that resumes in the middle of an epoch with an empty cache until its first sample; and bytes read. Rounds
+alternate; medians with the extremes.
 """
 
 from __future__ import annotations
@@ -118,7 +119,11 @@ class Samples:
 
 
 def read(url: str, cache: str, window: int, first: int, limit: int) -> Tuple[int, float, float]:
-    """Read the samples of an epoch from position `first` on; return their number, the seconds, and until the first."""
+    """Read the samples of an epoch from position `first` on; return their number, seconds, and when the first came."""
+    import s3fs  # noqa: F401
+
+    import raypod.training.data.image_decoders  # noqa: F401 - imports torch
+
     began = time.perf_counter()
     data = {"dataset": "imagefolder", "data_dir": url, "cache_dir": cache, "shuffle_window": window}
     config = from_values({"data": data})
@@ -126,17 +131,17 @@ def read(url: str, cache: str, window: int, first: int, limit: int) -> Tuple[int
     size = datasets.dataset_size(config)
     order = epoch_order(SEED, 0, size.train_samples, size.shards, window)[first:]
     calls: Iterator[Any] = iter([(0, order[start : start + BATCH]) for start in range(0, len(order), BATCH)])
-    count, first_s = 0, 0.0
+    count, first_at = 0, 0.0
     for _, samples in files.prepared(calls, 2):
         for sample in samples:
             files.read(int(sample))
-            first_s = first_s or time.perf_counter() - began
+            first_at = first_at or time.time()
             count += 1
         if count >= limit:
             break
     seconds = time.perf_counter() - began
     files.close()
-    return count, seconds, first_s
+    return count, seconds, first_at
 
 
 def speed(args: argparse.Namespace) -> None:
@@ -175,13 +180,13 @@ def measure(args: argparse.Namespace, url: str, folder: str, proxy: Any) -> None
             for first in (0, args.samples // 2):
                 cache, before = f"{folder}/cache-{name[0]}-{number}-{first}", proxy.forwarded_bytes
                 words = [f"{url}/{'raypod' if name == 'raypod' else 'mosaic'}", cache, str(args.window), str(first)]
-                limit = args.samples if first == 0 else 1
+                limit, began = args.samples if first == 0 else 1, time.time()
                 if name == "raypod":
                     done = run([sys.executable, __file__, "read", *words, "--limit", str(limit)])
                 else:
                     done = peer(args, "read", *words, str(args.samples), str(limit))
-                count, seconds, first_s = json.loads(done.strip().splitlines()[-1])
-                row += [count / seconds, (proxy.forwarded_bytes - before) / 1e6] if first == 0 else [first_s]
+                count, seconds, first_at = json.loads(done.strip().splitlines()[-1])
+                row += [count / seconds, (proxy.forwarded_bytes - before) / 1e6] if first == 0 else [first_at - began]
             found[name].append((row[0], row[1], row[2], 0.0))
             print(f"round {number + 1}, {name}: {row[0]:.0f} samples/s, {row[1]:.1f} MB, {row[2]:.2f} s", flush=True)
     for name, rows in found.items():

@@ -23,7 +23,7 @@ def write(folder: str, url: str, shard_bytes: str) -> None:
 
 
 def read(url: str, cache: str, window: str, first: str, samples: str, limit: str) -> Any:
-    """Read the samples of an epoch from position `first` on; return their number, the seconds, and until the first."""
+    """Read the samples of an epoch from position `first` on; return their number, seconds, and when the first came."""
     began = time.perf_counter()
     data = StreamingDataset(
         remote=url,
@@ -45,13 +45,13 @@ def read(url: str, cache: str, window: str, first: str, samples: str, limit: str
                 "initial_physical_nodes": 1,
             }
         )
-    count, first_s = 0, 0.0
+    count, first_at = 0, 0.0
     for _ in data:
-        first_s = first_s or time.perf_counter() - began
+        first_at = first_at or time.time()
         count += 1
         if count >= int(limit):
             break
-    return count, time.perf_counter() - began, first_s
+    return count, time.perf_counter() - began, first_at
 
 
 if __name__ == "__main__":

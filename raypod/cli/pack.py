@@ -6,11 +6,11 @@ import contextlib
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence, Tuple
+from typing import Any, Callable, Iterator, Optional, Sequence, Tuple
 
 from raypod.errors import ConfigError
 from raypod.plan import flags, resolve, user_code
-from raypod.plan.config import IMAGE_TASKS, Config
+from raypod.plan.config import IMAGE_TASKS, LANGUAGE_MODEL, Config
 from raypod.plan.values import parse_size
 from raypod.system import sdk
 from raypod.system.command_line import FlagParser, counted, show
@@ -19,15 +19,17 @@ _USAGE = (
     "raypod pack [--shard-size SIZE] [--columns NAMES] FOLDER OUT\n"
     "       raypod pack [--shard-size SIZE] --dataset MODULE:FUNCTION [--data-dir DIR] OUT\n"
     "       raypod pack [--shard-size SIZE] --task MODULE:CLASS [options of the task] OUT\n"
+    "       raypod pack --task language-model --text FILES [--tokenizer FILE] [--held-out FRACTION] [--max-mb MB] OUT\n"
     "       raypod pack --verify OUT"
 )
 _DESCRIPTION = (
-    "Pack data into a few large tar files, for disks on which many small files are slow, and for object stores. A "
-    "folder of images, train/CLASS/* and val/CLASS/* (or test/): train with --dataset imagefolder --data-dir OUT. A "
-    "folder of Parquet files, train*.parquet and test*.parquet, or one that save_to_disk of Hugging Face's datasets "
-    "has written: with a --task of your own and --data-dir OUT. A data set of your own, as --dataset of train: with "
-    "--dataset shards --data-dir OUT. The data sets of a task, as --task of train: with the same --task and --data-dir "
-    "OUT."
+    "Pack data into a few large files, for disks on which many small files are slow, and for object stores. A folder "
+    "of images, train/CLASS/* and val/CLASS/* (or test/): train with --dataset imagefolder --data-dir OUT. A folder of "
+    "Parquet files, train*.parquet and test*.parquet, or one that save_to_disk of Hugging Face's datasets has written: "
+    "with a --task of your own and --data-dir OUT. A folder of WebDataset tars, which are not copied: OUT has links to "
+    "them, and an index. A data set of your own, as --dataset of train: with --dataset shards --data-dir OUT. The data "
+    "sets of a task, as --task of train: with the same --task and --data-dir OUT. A text for --task language-model, "
+    "which is tokenized once, and mapped into memory: with --task language-model --data-dir OUT."
 )
 _EPILOG = (
     "The tar files are WebDataset shards: 000000042.jpg and 000000042.cls are image and label of sample 42, or "
@@ -35,6 +37,11 @@ _EPILOG = (
     "which the next one replaces."
 )
 _OF_TRAIN = ("--dataset", "--task", "--config")  # with one of these, the data is that of a training
+_SHARD_SIZE = "1GB"
+# The keys of a training that decide what is packed: of a text, of labelled images, and of a task with all its options.
+_OF_TEXT = ("task.name", "task.text", "task.tokenizer", "task.held_out", "task.max_mb")
+_OF_IMAGES = ("data.dataset", "data.data_dir", "data.classes", "task.name", "run.device")
+_OF_TASK = (*("data.data_dir", "data.cache_dir", "data.cache_size"), "training.seed", "run.device")
 
 
 def parser(words: Sequence[str]) -> FlagParser:
@@ -49,12 +56,14 @@ def parser(words: Sequence[str]) -> FlagParser:
     else:
         parser.add_argument("words", nargs="*", metavar="FOLDER OUT", help="the data, and the folder of the shards")
         parser.add_argument(
-            "--columns", metavar="NAMES", help="columns of tables that are packed, as x,label [default: all]"
+            "--columns",
+            metavar="NAMES",
+            help="columns of tables, or files of samples in tars, as x,label [default: all]",
         )
         parser.add_argument("--dataset", metavar="MODULE:FUNCTION", help="data set of your own, as of raypod train")
         parser.add_argument("--task", metavar="MODULE:CLASS", help="task of your own, as of raypod train")
     parser.add_argument(
-        "--shard-size", metavar="SIZE", default="1GB", help="largest size of a shard, as 256MB [default: 1GB]"
+        "--shard-size", metavar="SIZE", help=f"largest size of a shard, as 256MB [default: {_SHARD_SIZE}]"
     )
     parser.add_argument("--verify", action="store_true", help="compare every file of a packed folder with its checksum")
     return parser
@@ -65,7 +74,17 @@ def _pack_training(args: Namespace) -> int:
     args.overrides = [word for word in args.overrides if "=" in word]
     if len(words) != 1 or args.verify:
         raise ConfigError("--dataset and --task take one folder, that of the shards: raypod pack --task mine:Task OUT")
-    return _pack_samples(resolve.resolve(args), Path(words[0]).expanduser(), _size_of(args.shard_size))
+    config, target = resolve.resolve(args), Path(words[0]).expanduser()
+    is_image_task, is_text = config.task.name in IMAGE_TASKS, config.task.name == LANGUAGE_MODEL
+    effective = _OF_IMAGES if is_image_task else _OF_TEXT if is_text else _OF_TASK
+    for name in resolve.given_values(args):
+        if name not in effective and (is_image_task or is_text or not name.startswith("task.")):
+            raise ConfigError(f"--{name.partition('.')[2].replace('_', '-')} has no effect on raypod pack: omit it")
+    if not is_text:
+        return _pack_samples(config, target, _size_of(args.shard_size))
+    if args.shard_size is not None:
+        raise ConfigError("--shard-size has no effect on a text, which has no shards: omit it")
+    return _pack_text(config, target)
 
 
 def _pack_folder(args: Namespace) -> int:
@@ -87,8 +106,12 @@ def _pack_folder(args: Namespace) -> int:
     if len(args.words) != 2:
         raise ConfigError("the folder of the shards is missing: raypod pack FOLDER OUT")
     target = Path(args.words[1]).expanduser()
-    tables = None if shards.is_packed(folder) else splits_in(folder, args.columns and args.columns.split(","))
-    if tables is None and args.columns:
+    packing.check_target(target)
+    columns = args.columns and args.columns.split(",")
+    tables = None if shards.is_packed(folder) else splits_in(folder, columns, target.parent)
+    if tables is None and _pack_tars(folder, columns, target, args.shard_size):
+        return 0
+    if tables is None and columns:
         raise ConfigError(f"--columns has no effect on {folder}, which has no tables: omit it")
     with _progress("image" if tables is None else "row") as progress:
         if tables is None:
@@ -98,6 +121,23 @@ def _pack_folder(args: Namespace) -> int:
             found = packing.pack_samples(str(folder), splits, (), target, shard_bytes, progress)
     _show_packed(target, found, "images" if tables is None else "samples")
     return 0
+
+
+def _pack_tars(folder: Path, columns: Optional[Sequence[str]], target: Path, shard_size: Optional[str]) -> bool:
+    """Index the tars of others in a folder; return whether it has some."""
+    from raypod.training.data import foreign_tars, image_folder, shards
+
+    if shards.is_packed(folder) or image_folder.has_classes(folder):
+        return False
+    tars = foreign_tars.tars_in(folder)
+    if tars is None:
+        return False
+    if shard_size is not None:
+        raise ConfigError("--shard-size has no effect on tars, which are indexed where they are: omit it")
+    with _progress("B") as progress:
+        found = foreign_tars.index_tars(str(folder), tars, columns, target, progress)
+    _show_packed(target, found, "samples")
+    return True
 
 
 def _pack_samples(config: Config, target: Path, shard_bytes: int) -> int:
@@ -113,6 +153,20 @@ def _pack_samples(config: Config, target: Path, shard_bytes: int) -> int:
     with _progress("sample") as progress:
         found = packing.pack_samples(name, splits, classes, target, shard_bytes, progress)
     _show_packed(target, found, "images" if config.task.name in IMAGE_TASKS else "samples")
+    return 0
+
+
+def _pack_text(config: Config, target: Path) -> int:
+    from raypod.training.data import packed_text, packing
+    from raypod.training.tasks.language_facts import LanguageOptions, pieces_of
+
+    packing.check_target(target)
+    options = LanguageOptions.model_validate(config.task.options)
+    name = ", ".join(options.text or ["the standard library of Python"])
+    with _progress("B") as progress:
+        found = packed_text.pack_text(name, pieces_of(options), options.tokenizer, target, progress)
+    units = "bytes" if options.tokenizer is None else "tokens"
+    show(f"{target}: {found.train} training and {found.test} test {units}, {found.bytes / 1e9:.2f} GB")
     return 0
 
 
@@ -142,7 +196,8 @@ def _verify(folder: Path) -> int:
     return 0
 
 
-def _size_of(text: str) -> int:
+def _size_of(given: Optional[str]) -> int:
+    text = _SHARD_SIZE if given is None else given
     try:
         return parse_size(text)
     except ValueError as error:

@@ -99,7 +99,7 @@ def merge(args: argparse.Namespace) -> Tuple[Values, str]:
     Raises:
         ConfigError: an override or the file cannot be read, a key is unknown, or is given twice with two values.
     """
-    return combine(_given(args), args.config, args.schema)
+    return combine(given_values(args), args.config, args.schema)
 
 
 def combine(
@@ -177,7 +177,7 @@ def _is_of_run(folder: Path) -> bool:
     return is_run_folder(folder) or (folder / CHECKPOINTS).exists()
 
 
-def _given(args: argparse.Namespace) -> Dict[str, Any]:
+def given_values(args: argparse.Namespace) -> Dict[str, Any]:
     """Return the values of flags and overrides, by section.key."""
     given: Dict[str, Any] = {}
     for section, key, _ in fields(args.schema.options):

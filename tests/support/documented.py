@@ -70,7 +70,7 @@ def execute(page: str, address: Optional[str] = None) -> None:
 
 
 def _exit_code(words: List[str], line: str, page: str, address: Optional[str]) -> int:
-    little = ["--max-mb", "0.1"] if page == LANGUAGE_MODELS else []
+    little = ["--max-mb", "0.1"] if page == LANGUAGE_MODELS and "--data-dir" not in words else []
     if words[:2] == ["raypod", "train"]:
         few = ["2"] if page in TWO_UPDATES else [] if {"--updates", "--resume"} & {*words} else ["4"]
         inline = ["--fleet", "inline", "--num-instances", "1"]

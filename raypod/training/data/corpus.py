@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import sysconfig
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Deque, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from raypod.errors import ConfigError, DataMissing
 from raypod.plan.user_code import reported
@@ -57,12 +58,14 @@ class Text:
     """The tokens of a split.
 
     Attributes:
-        tokens: uint8 [tokens] without a tokenizer, else int32.
-        ends: int64 [tokens], the number of bytes until the end of each token; None if a token is a byte.
+        tokens: uint8 [tokens] without a tokenizer, else another type of integers.
+        sizes: integers [tokens], the bytes of each token; None if a token is a byte.
+        starts: int64 [files], where the tokens of each file begin.
     """
 
     tokens: np.ndarray
-    ends: Optional[np.ndarray] = None
+    sizes: Optional[np.ndarray]
+    starts: np.ndarray
 
 
 def find_pieces(text: Optional[Sequence[str]], held_out: float, max_mb: Optional[float]) -> Pieces:
@@ -218,21 +221,17 @@ class Tokenizer:
         """Return the text of tokens."""
         return str(self._tokenizer.decode(list(tokens)))
 
-    def encode(self, pieces: Sequence[Piece]) -> Text:
-        """Return the tokens of the pieces, each followed by the token that ends a file, which counts as one byte."""
+    def encode(self, piece: Piece) -> Tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a piece, int32, and the bytes of each, int64. A token ends the piece: one byte."""
         import numpy as np
 
-        tokens, ends, done = [np.empty(0, np.int32)], [np.empty(0, np.int64)], 0
-        for piece in pieces:
-            text = _read(piece).decode("utf-8", errors="replace")
-            encoded = self._tokenizer.encode(text, add_special_tokens=False)
-            before = _bytes_before(text)
-            of_tokens = before[np.array([stop for _, stop in encoded.offsets], dtype=np.int64)]
-            tokens.append(np.array([*encoded.ids, self._end], dtype=np.int32))
-            # Tokens that share the bytes of a character have its end, so that sums over tokens are sums over bytes.
-            ends.append(done + np.append(np.maximum.accumulate(of_tokens), before[-1] + 1))
-            done += int(before[-1]) + 1
-        return Text(np.concatenate(tokens), np.concatenate(ends))
+        text = _read(piece).decode("utf-8", errors="replace")
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        before = _bytes_before(text)
+        of_tokens = before[np.array([stop for _, stop in encoded.offsets], dtype=np.int64)]
+        # Tokens that share the bytes of a character have its end, so that sums over tokens are sums over bytes.
+        ends = np.append(np.maximum.accumulate(of_tokens), before[-1] + 1)
+        return np.array([*encoded.ids, self._end], dtype=np.int32), np.diff(ends, prepend=0)
 
 
 def _bytes_before(text: str) -> np.ndarray:
@@ -248,16 +247,35 @@ def random_text(tokens: int, vocabulary: int, seed: Tuple[int, ...]) -> Text:
     """Return so many random tokens, each of one byte."""
     import numpy as np
 
-    return Text(np.random.Generator(np.random.PCG64(seed)).integers(0, vocabulary, tokens, dtype=np.int32))
+    drawn = np.random.Generator(np.random.PCG64(seed)).integers(0, vocabulary, tokens, dtype=np.int32)
+    return Text(drawn, None, np.zeros(1, np.int64))
+
+
+def encoded_pieces(
+    pieces: Sequence[Piece], tokenizer: Optional[Tokenizer]
+) -> Iterator[Tuple[np.ndarray, Optional[np.ndarray]]]:
+    """Yield the tokens of each piece, and their bytes; without a tokenizer its bytes, a byte 0, and None."""
+    import numpy as np
+
+    for piece in pieces:
+        if tokenizer is None:
+            yield np.frombuffer(_read(piece) + bytes([_END]), dtype=np.uint8), None
+        else:
+            yield tokenizer.encode(piece)
 
 
 def encode(pieces: Sequence[Piece], tokenizer: Optional[Tokenizer]) -> Text:
-    """Return the tokens of the pieces; without a tokenizer their bytes, each piece followed by a byte 0."""
-    if tokenizer is not None:
-        return tokenizer.encode(pieces)
+    """Return the tokens of the pieces, as `encoded_pieces`, one after the other."""
     import numpy as np
 
-    return Text(np.frombuffer(b"".join(_read(each) + bytes([_END]) for each in pieces), dtype=np.uint8))
+    found = list(encoded_pieces(pieces, tokenizer))
+    kinds = (np.uint8, np.uint8) if tokenizer is None else (np.int32, np.int64)
+    tokens, sizes = (
+        np.concatenate([np.empty(0, kind), *(each for each in column if each is not None)])
+        for kind, column in zip(kinds, zip(*found) if found else ((), ()))
+    )
+    starts = np.cumsum([0, *(len(each) for each, _ in found)], dtype=np.int64)[:-1]
+    return Text(tokens, None if tokenizer is None else sizes, starts)
 
 
 def tokens_of(text: str, tokenizer: Optional[Tokenizer]) -> List[int]:
@@ -272,16 +290,74 @@ def text_of(tokens: Sequence[int], tokenizer: Optional[Tokenizer]) -> str:
     return bytes(kept).decode("utf-8", errors="replace") if tokenizer is None else tokenizer.text_of(kept)
 
 
-def num_tokens(pieces: Sequence[Piece], tokenizer: Optional[Tokenizer]) -> int:
-    """Return the number of tokens of `encode`; without a tokenizer, no file is read."""
+def tokens_of_pieces(pieces: Sequence[Piece], tokenizer: Optional[Tokenizer]) -> List[int]:
+    """Return the number of tokens of each piece; without a tokenizer, no file is read."""
     if tokenizer is not None:
-        return len(tokenizer.encode(pieces).tokens)
-    return sum(each.stop - each.start + 1 for each in pieces)
+        return [len(tokens) for tokens, _ in encoded_pieces(pieces, tokenizer)]
+    return [each.stop - each.start + 1 for each in pieces]
 
 
 def num_windows(tokens: int, length: int) -> int:
     """Return the number of windows of `length` predicted tokens; the first token of a text is not predicted."""
     return max(0, (tokens - 1) // length)
+
+
+class Sequences(NamedTuple):
+    """The sequences of a text that are packed into windows, and the window of each (see `pack_sequences`).
+
+    Attributes:
+        first: int64 [sequences], the place of the first token.
+        sizes: int64 [sequences], the number of predicted tokens; a sequence has one more.
+        windows: int64 [sequences], not in order.
+    """
+
+    first: np.ndarray
+    sizes: np.ndarray
+    windows: np.ndarray
+
+    @property
+    def num_windows(self) -> int:
+        """The number of windows."""
+        return int(self.windows.max()) + 1 if len(self.windows) else 0
+
+
+def pack_sequences(tokens_of_files: Sequence[int], length: int) -> Sequences:
+    """Pack files into windows of `length` predicted tokens.
+
+    A file is a sequence; a longer one is several, of which each begins with the last token of the one before. In the
+    order of the text, each gets the window with the least room that is enough, of those the first, or else a new one.
+    """
+    import numpy as np
+
+    counts = np.asarray(tokens_of_files, dtype=np.int64)
+    predicted = np.maximum(counts - 1, 0)
+    parts = -(-predicted // length)
+    files = np.repeat(np.arange(len(counts)), parts)
+    offsets = (np.arange(len(files)) - np.repeat(np.cumsum(parts) - parts, parts)) * length
+    sizes = np.minimum(length, predicted[files] - offsets)
+    return Sequences((np.cumsum(counts) - counts)[files] + offsets, sizes, _best_fit(sizes, length))
+
+
+def _best_fit(sizes: np.ndarray, length: int) -> np.ndarray:
+    import numpy as np
+
+    windows, count = np.empty(len(sizes), dtype=np.int64), 0
+    with_room: List[Deque[int]] = [collections.deque() for _ in range(length)]
+    rooms = 0  # bit r: there are windows with room for r tokens
+    for each, size in enumerate(sizes.tolist()):
+        enough = rooms >> size
+        if enough:
+            room = size + (enough & -enough).bit_length() - 1
+            window = with_room[room].popleft()
+            if not with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, window, count = length, count, count + 1
+        windows[each] = window
+        if room > size:
+            with_room[room - size].append(window)
+            rooms |= 1 << (room - size)
+    return windows
 
 
 def _read(piece: Piece) -> bytes:

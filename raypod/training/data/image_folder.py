@@ -13,7 +13,7 @@ from typing import Any, Iterator, List, Optional, Tuple, Union
 import numpy as np
 
 from raypod.errors import ConfigError, DataMissing, as_utf8
-from raypod.plan.config import CONTENTS, IMAGE_SIDE, TEST_SAMPLE, Config
+from raypod.plan.config import CONTENTS, IMAGE_SIDE, LANGUAGE_MODEL, TEST_SAMPLE, Config
 from raypod.plan.plan import DatasetSize
 from raypod.system.command_line import counted
 from raypod.system.files import looked_in
@@ -140,6 +140,8 @@ def _packed(config: Config) -> Optional[Packed]:
         root = _root(config)
         packed = shards.PackedFolder(root) if shards.is_packed(root) else None
     if packed is not None:
+        if packed.index.text is not None:
+            raise ConfigError(f"{packed} has a text: train with --task {LANGUAGE_MODEL} --data-dir {packed}")
         if packed.index.structure is not None:
             raise ConfigError(
                 f"{packed} has no images of a folder: train with the --task whose data was packed, or with --dataset "

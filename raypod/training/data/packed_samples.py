@@ -10,18 +10,20 @@ from __future__ import annotations
 import functools
 import io
 import math
+import re
 import sys
+import tarfile
 from pathlib import Path
 from tarfile import BLOCKSIZE
-from typing import Any, Dict, List, NamedTuple, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple, Union
 
 import numpy as np
 from numpy.lib import format as npy
 
 from raypod.errors import ConfigError, DataMissing
-from raypod.plan.config import SHARDS, TEST_SAMPLE, Config
+from raypod.plan.config import LANGUAGE_MODEL, SHARDS, TEST_SAMPLE, Config
 from raypod.plan.plan import DatasetSize
-from raypod.system.files import looked_in
+from raypod.system.files import looked_in, parse_json
 from raypod.system.urls import is_url
 from raypod.training.data import shards
 from raypod.training.data.arrays import ImageShape, Splits, fingerprint_of_bytes
@@ -31,6 +33,24 @@ from raypod.training.data.shard_stream import StreamedShards
 from raypod.training.data.shards import Field
 
 Packed = Union[shards.PackedFolder, StreamedShards]
+MEMBERS = "members"  # the structure of samples of tars of others, which are dicts of files (see `foreign_tars`)
+FILE_NAME = re.compile(
+    r"((?:.*/|)[^.]+)[.]([A-Za-z0-9_.-]{1,64})$", re.DOTALL
+)  # in a tar: the key of the sample, and the suffix
+# As webdataset decodes files, by the last part of their suffixes; others are bytes.
+_FILE_KINDS = {
+    "npy": "array",
+    **dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), "number"),
+    **dict.fromkeys(("json", "jsn"), "json"),
+    **dict.fromkeys(("txt", "text", "transcript"), "text"),
+}
+_FILE_DECODERS: Dict[str, Callable[[bytes], Any]] = {
+    "array": lambda data: np.load(io.BytesIO(data), allow_pickle=False),
+    "number": int,
+    "json": parse_json,
+    "text": bytes.decode,
+    "bytes": bytes,
+}
 _HEADERS = {1: (2, npy.read_array_header_1_0), 2: (4, npy.read_array_header_2_0)}  # by the version of a .npy file
 
 
@@ -47,7 +67,7 @@ def form_of(sample: Any) -> Form:
     fields = []
     for name, value in values.items():
         try:
-            fields.append(Field(name=name, kind=_kind_of(value)))
+            fields.append(Field(name=name if "." not in str(name) else "", kind=_kind_of(value)))
         except ValueError:
             raise ConfigError(
                 f"the entry {name!r} cannot be packed: names have up to 64 letters, digits, hyphens and underscores"
@@ -73,6 +93,8 @@ def encode(sample: Any, form: Form) -> List[Tuple[str, bytes]]:
 
 def decode(data: bytes, form: Form) -> Any:
     """Return the sample that `encode` has encoded, from its part of a shard. ValueError if it is damaged."""
+    if form.structure == MEMBERS:
+        return _decoded_files(data, form.fields)
     values, position = [], 0
     for field in form.fields:
         array, end = _decoded(data, position)
@@ -81,6 +103,28 @@ def decode(data: bytes, form: Form) -> Any:
     if form.structure == "dict":
         return {field.name: value for field, value in zip(form.fields, values)}
     return tuple(values) if form.structure == "tuple" else values[0]
+
+
+def kind_of_file(suffix: str) -> str:
+    """Return what a file of a sample in a tar of others is, by its suffix."""
+    return _FILE_KINDS.get(suffix.rpartition(".")[2], "bytes")
+
+
+def _decoded_files(data: bytes, fields: Tuple[Field, ...]) -> Dict[str, Any]:
+    """Return the values of the files of a sample by suffix, from its part of a tar of others."""
+    kinds, found = {field.name: field.kind for field in fields}, {}
+    end = bytes(-len(data) % BLOCKSIZE + 2 * BLOCKSIZE)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data + end), mode="r:") as tar:
+            for member in tar:
+                name = FILE_NAME.match(member.name)
+                suffix = name.group(2).lower() if name else ""
+                content = tar.extractfile(member) if suffix in kinds else None
+                if content is not None:
+                    found[suffix] = _FILE_DECODERS[kinds[suffix]](content.read())
+    except tarfile.TarError as error:
+        raise ValueError(str(error)) from None
+    return {name: found[name] for name in kinds}
 
 
 def _entries(sample: Any) -> Tuple[str, Dict[str, Any]]:
@@ -196,9 +240,16 @@ def opened(config: Config) -> Packed:
                 f"--data-dir {folder} has no {shards.INDEX}, which `raypod pack` writes{_looked_in(folder)}"
             )
         packed = shards.PackedFolder(folder)
+    check_no_text(packed)
     if packed.index.structure is None:
         raise ConfigError(f"{packed} has the images of a folder: train with --dataset imagefolder --data-dir {packed}")
     return packed
+
+
+def check_no_text(packed: Packed) -> None:
+    """Raise ConfigError for a text, which has no samples."""
+    if packed.index.text is not None:
+        raise ConfigError(f"{packed} has a text: train with --task {LANGUAGE_MODEL} --data-dir {packed}")
 
 
 def _looked_in(folder: Path) -> str:

@@ -54,8 +54,11 @@ def pack(folder: Path, target: Path, shard_bytes: int, on_sample: Callable[[int,
     if shards.is_packed(folder):
         raise ConfigError(f"{folder} is packed already")
     if not image_folder.has_classes(folder):
-        raise ConfigError(f"{folder / 'train'} has no class folders; expected {folder}/train/CLASS/*.jpg")
-    _check_target(target)
+        raise ConfigError(
+            f"{folder / 'train'} has no class folders; expected {folder}/train/CLASS/*.jpg, or train*.parquet, or "
+            "train*.tar; a text is packed by --task language-model --text FILES"
+        )
+    check_target(target)
     files = image_folder.list_files(folder)
     images = {split: _Images(folder, files[f"{split}_files"], files[f"{split}_labels"]) for split in shards.SPLITS}
     described = {"classes": image_folder.class_names(files)}
@@ -82,13 +85,14 @@ def pack_samples(
     Raises:
         ConfigError: a sample cannot be packed, or as `pack`.
     """
-    _check_target(target)
+    check_target(target)
     form = splits["train"].form
     described = {"classes": classes, "structure": form.structure, "fields": form.fields}
     return _write(name, splits, described, target, shard_bytes, on_sample)
 
 
-def _check_target(target: Path) -> None:
+def check_target(target: Path) -> None:
+    """Raise ConfigError if a folder to which data is packed exists."""
     if target.exists():
         raise ConfigError(f"{target} exists; choose another folder, or remove it")
 
@@ -109,28 +113,44 @@ def _write(
         written += 1
         on_sample(written, total)
 
+    with packed_folder(name, target) as partial:
+        packed = {split: _Split(content, partial, split) for split, content in contents.items()}
+        listed = {split: packed[split].write(shard_bytes, count) for split in shards.SPLITS}
+        checksums = write_arrays(partial, {split: content.arrays for split, content in packed.items()})
+        index = Index(
+            format=shards.FORMAT,
+            version=shards.VERSION,
+            train=SplitIndex(samples=len(contents["train"]), shards=tuple(listed["train"])),
+            test=SplitIndex(samples=len(contents["test"]), shards=tuple(listed["test"])),
+            arrays=checksums,
+            **described,
+        )
+        write_index(partial, index)
+    return Packed(index.train.samples, index.test.samples, len(index.shards), shards.bytes_of(index), [])
+
+
+@contextlib.contextmanager
+def packed_folder(name: str, target: Path) -> Iterator[Path]:
+    """Yield an empty folder next to the new folder `target`, which it becomes at the end of the block.
+
+    Raises:
+        ConfigError: `target` exists or cannot be written, or another process packs there.
+    """
+    check_target(target)
     partial = target.with_name(target.name + PARTIAL)
     try:
         with _locked(partial):
-            packed = {split: _Split(content, partial, split) for split, content in contents.items()}
-            listed = {split: packed[split].write(shard_bytes, count) for split in shards.SPLITS}
-            checksums = _write_arrays(partial, packed)
-            index = Index(
-                format=shards.FORMAT,
-                version=shards.VERSION,
-                train=SplitIndex(samples=len(contents["train"]), shards=tuple(listed["train"])),
-                test=SplitIndex(samples=len(contents["test"]), shards=tuple(listed["test"])),
-                arrays=checksums,
-                **described,
-            )
-            with new_file(partial / shards.INDEX) as file:
-                file.write(index.model_dump_json(indent=1).encode())
+            yield partial
             (partial / _LOCK).unlink()
             rename_folder(partial, target)
     except OSError as error:
         raise ConfigError(f"cannot pack {name} into {target}: {_reason(error)}") from None
-    size = sum(each.bytes for each in index.shards)
-    return Packed(index.train.samples, index.test.samples, len(index.shards), size, [])
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write the index of a packed folder. OSError as from the file system."""
+    with new_file(folder / shards.INDEX) as file:
+        file.write(index.model_dump_json(indent=1).encode())
 
 
 @contextlib.contextmanager
@@ -350,12 +370,12 @@ def _padded(size: int) -> int:
     return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
-def _write_arrays(target: Path, packed: Dict[str, _Split]) -> Dict[str, str]:
-    """Write the arrays of the index and return their checksums by name."""
+def write_arrays(target: Path, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> Dict[str, str]:
+    """Write the arrays of the index, by split and column, and return their checksums by name."""
     folder, checksums = target / shards.ARRAYS, {}
     folder.mkdir()
-    for split, content in packed.items():
-        for column, array in content.arrays.items():
+    for split, columns in arrays.items():
+        for column, array in columns.items():
             name, encoded = f"{split}_{column}", io.BytesIO()
             np.save(encoded, array)
             path = folder / f"{name}.npy"

@@ -140,7 +140,7 @@ class SampleSource(Source):
             if not is_number:
                 raise ConfigError(
                     f"task {self._task}: samples must be tensors, or tuples or dicts of tensors, but the entry "
-                    f"{entry!r} of {shown} is a {type(value).__name__}"
+                    f"{entry!r} of {shown} is a {type(value).__name__}: make a tensor of it in `collate`"
                 )
 
     def to_device_format(self, batch: Any) -> Batch:

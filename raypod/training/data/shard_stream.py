@@ -350,6 +350,12 @@ class StreamedShards:
         """Return the arrays of the index, as `shards.read_arrays`; they are downloaded once per host."""
         return {name: self._array(name) for name in shards.array_names(self.index)}
 
+    def file(self, shard: Shard) -> Path:
+        """Return where a shard is on this host, after it was downloaded. ConfigError if it cannot be read."""
+        kept = {each.xxh3_128 for each in self.index.shards}
+        self._try(f"{self._url}/{shard.file}", lambda: self.cache.fetch(self._store, shard, kept))
+        return self.cache.path(shard)
+
     def files(self, split: str, arrays: Dict[str, np.ndarray]) -> StreamedFiles:
         """Return the files of a split."""
         reserved = _reserved_bytes(self.index)
@@ -358,7 +364,7 @@ class StreamedShards:
 
     def notes(self, config: Config) -> List[str]:
         """Return lines about the shards for the plan."""
-        size = sum(shard.bytes for shard in self.index.shards)
+        size = shards.bytes_of(self.index)
         lines = [
             f"{len(self.index.shards)} shards ({shown_bytes(size)}) at {self._url}; each host keeps up to "
             f"{config.data.cache_size} of them in {self.cache.folder}"
@@ -367,6 +373,13 @@ class StreamedShards:
 
     def _check_cache(self) -> None:
         """Raise ConfigError if the shards that are needed at a time do not fit into the cache."""
+        if self.index.text is not None:
+            if shards.bytes_of(self.index) > self.cache.limit_bytes:
+                raise ConfigError(
+                    f"--cache-size {shown_bytes(self.cache.limit_bytes)} is too small for the text of {self._url}, "
+                    f"which every host keeps whole: it has {shown_bytes(shards.bytes_of(self.index))}"
+                )
+            return
         assert self._window is not None  # that of the configuration, with a URL
         windows = shards.window_bytes(self.index, 2 * self._window)
         needed = windows + _reserved_bytes(self.index)

@@ -38,7 +38,7 @@ _MAX_OPEN = 64  # shards per process
 _CHUNK_BYTES = 1 << 20
 # Of a file that someone else may have written: neither leads out of a folder.
 Checksum = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{32}$")]
-ShardPath = Annotated[str, pydantic.Field(pattern=r"^[a-z]+/[a-z0-9_]+\.(tar|npy)$")]
+ShardPath = Annotated[str, pydantic.Field(pattern=r"^[a-z]+/[a-z0-9_]+\.(tar|npy|json)$")]
 
 
 class Shard(pydantic.BaseModel):
@@ -56,16 +56,29 @@ class Shard(pydantic.BaseModel):
 
 
 class Field(pydantic.BaseModel):
-    """An entry of every sample: its name, or its number in a tuple, and what it is as an object of Python."""
+    """An entry of every sample: its name, or its number in a tuple, and what it is as an object of Python.
+
+    Files of tars of others have the names of their suffixes, and are also json, text or bytes.
+    """
 
     model_config = pydantic.ConfigDict(frozen=True)
 
-    name: str = pydantic.Field(pattern="^[A-Za-z0-9_-]{1,64}$")
-    kind: Literal["tensor", "array", "number"]
+    name: str = pydantic.Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
+    kind: Literal["tensor", "array", "number", "json", "text", "bytes"]
+
+
+class TextIndex(pydantic.BaseModel):
+    """Of a text (see `packed_text`): the number of different tokens, the tokenizer, and the hash of both splits."""
+
+    model_config = pydantic.ConfigDict(frozen=True)
+
+    vocabulary: int
+    tokenizer: Optional[Shard] = None
+    sha256: str
 
 
 class SplitIndex(pydantic.BaseModel):
-    """The number of samples of a split, and its shards."""
+    """The number of samples of a split, of a text that of its tokens, and its shards, of a text its arrays."""
 
     model_config = pydantic.ConfigDict(frozen=True)
 
@@ -79,6 +92,7 @@ class Index(pydantic.BaseModel):
     Attributes:
         classes: their names, by label; empty for samples that are no labelled images.
         structure, fields: of a sample that is not a file of an image.
+        text: what a text is besides its arrays; None for other data.
         train, test: the splits.
         arrays: XXH3-128 of each file in `index/`, by its name.
     """
@@ -88,16 +102,18 @@ class Index(pydantic.BaseModel):
     format: str
     version: int
     classes: Tuple[str, ...]
-    structure: Optional[Literal["dict", "tuple", "single"]] = None
+    structure: Optional[Literal["dict", "tuple", "single", "members"]] = None
     fields: Tuple[Field, ...] = ()
+    text: Optional[TextIndex] = None
     train: SplitIndex
     test: SplitIndex
     arrays: Dict[str, Checksum]
 
     @property
     def shards(self) -> Tuple[Shard, ...]:
-        """The shards of both splits."""
-        return self.train.shards + self.test.shards
+        """The shards of both splits, and the tokenizer of a text."""
+        tokenizer = self.text and self.text.tokenizer
+        return self.train.shards + self.test.shards + ((tokenizer,) if tokenizer else ())
 
     @property
     def columns(self) -> Tuple[str, ...]:
@@ -169,8 +185,8 @@ def check_order(place: object, index: Index, arrays: Dict[str, np.ndarray]) -> N
 
 
 def array_names(index: Index) -> List[str]:
-    """Return the names of the arrays in `index/`."""
-    return [f"{split}_{column}" for split in SPLITS for column in index.columns]
+    """Return the names of the arrays in `index/`; a text has none."""
+    return [] if index.text else [f"{split}_{column}" for split in SPLITS for column in index.columns]
 
 
 def read_arrays(folder: Path, index: Index) -> Dict[str, np.ndarray]:
@@ -251,6 +267,10 @@ class PackedFolder:
         """Return the arrays as `read_arrays`."""
         return read_arrays(self._folder, self.index)
 
+    def file(self, shard: Shard) -> Path:
+        """Return where a shard is on this host."""
+        return self._folder / shard.file
+
     def files(self, split: str, arrays: Dict[str, np.ndarray]) -> PackedFiles:
         """Return the files of a split."""
         return PackedFiles(self._folder, *columns_of(self.index, split, arrays))
@@ -281,6 +301,11 @@ def window_notes(index: Index, window: Optional[int]) -> List[str]:
 def window_bytes(index: Index, window: int) -> int:
     """Return the bytes of the largest window of training shards."""
     return sum(sorted((shard.bytes for shard in index.train.shards), reverse=True)[:window])
+
+
+def bytes_of(index: Index) -> int:
+    """Return the bytes of all shards."""
+    return sum(shard.bytes for shard in index.shards)
 
 
 def shown_bytes(number: int) -> str:

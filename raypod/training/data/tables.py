@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import mmap
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
@@ -24,6 +26,8 @@ _INSTALL = "pip install 'raypod[hf]'"
 _STATE, _SPLITS = "state.json", "dataset_dict.json"  # of a folder that `save_to_disk` has written
 _TRAIN, _TEST = ("train",), ("test", "validation", "val")  # names of splits; the first one that exists
 _HASHED_ROWS = 1024  # of a table, evenly spaced
+_RELEASED_READS = 32  # of rows of a column, after which the pages of a mapped file leave the memory of the process
+_BATCH_BYTES, _MOST_ROWS, _BUFFER_BYTES = 1 << 25, 1 << 16, 1 << 20  # of what is read of Parquet files at a time
 _Reader = Callable[[int, int], np.ndarray]  # the rows from a first one to another one, exclusive
 
 
@@ -36,6 +40,7 @@ class Table:
         name: of the table, for messages.
         table: the table.
         columns: that are used; None: all.
+        on_read: called before a row of a column is read.
 
     Attributes:
         fingerprint: hash of up to 1,024 rows, by which instances compare their data.
@@ -44,13 +49,17 @@ class Table:
         ConfigError: a column does not exist, has missing values, or holds no numbers.
     """
 
-    def __init__(self, name: str, table: Any, columns: Optional[Sequence[str]] = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        table: Any,
+        columns: Optional[Sequence[str]] = None,
+        on_read: Optional[Callable[[], object]] = None,
+    ) -> None:
         known = list(table.column_names)
-        for column in columns or ():
-            if column not in known:
-                raise ConfigError(f"{name} has no column {column!r}; it has {', '.join(known)}")
+        _check_columns(name, known, columns)
         self._length = int(table.num_rows)
-        self._columns = {column: _Column(name, column, table.column(column)) for column in columns or known}
+        self._columns = {column: _Column(name, column, table.column(column), on_read) for column in columns or known}
         if not self._columns:
             raise ConfigError(f"{name} has no columns")
         rows = range(0, self._length, -(-self._length // _HASHED_ROWS) or 1)
@@ -69,10 +78,17 @@ class Table:
         return {name: column[index] for name, column in self._columns.items()}
 
 
+def _check_columns(name: str, known: Sequence[str], columns: Optional[Sequence[str]]) -> None:
+    for column in columns or ():
+        if column not in known:
+            raise ConfigError(f"{name} has no column {column!r}; it has {', '.join(known)}")
+
+
 class _Column:
     """The rows of a column, in its chunks."""
 
-    def __init__(self, table: str, name: str, column: Any) -> None:
+    def __init__(self, table: str, name: str, column: Any, on_read: Optional[Callable[[], object]]) -> None:
+        self._on_read = on_read
         self._named = f"{table}: the column {name!r}"
         if column.null_count:
             raise ConfigError(f"{self._named} has {column.null_count} missing values: fill them, or omit the column")
@@ -81,6 +97,8 @@ class _Column:
         self._readers = [self._reader(chunk) for chunk in chunks]
 
     def __getitem__(self, row: int) -> np.ndarray:
+        if self._on_read is not None:
+            self._on_read()
         chunk = int(np.searchsorted(self._ends, row, side="right"))
         first = row - (int(self._ends[chunk - 1]) if chunk else 0)
         found: np.ndarray = self._readers[chunk](first, first + 1)[0]
@@ -96,7 +114,9 @@ class _Column:
         if array.null_count:
             raise ConfigError(f"{self._named} has missing values in its lists: fill them, or omit the column")
         kind = array.type
-        if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
+        if types.is_boolean(kind):  # a bit each
+            return lambda first, end: array.slice(first, end - first).to_numpy(zero_copy_only=False)
+        if types.is_integer(kind) or types.is_floating(kind):
             values = array.to_numpy(zero_copy_only=False)
             return lambda first, end: values[first:end]
         if types.is_fixed_size_list(kind):
@@ -122,7 +142,7 @@ class _Column:
 def from_parquet(paths: Union[PathLike, Sequence[PathLike]], columns: Optional[Sequence[str]] = None) -> Table:
     """Return the rows of Parquet files as a map-style data set of dicts of NumPy arrays.
 
-    The columns are in the memory of each process. `raypod pack` reads them once, and a run on its shards does not.
+    The columns are in the memory of each process. `raypod pack` streams them, and a run on its shards reads only those.
 
     Args:
         paths: a file, a folder, a pattern as "data/train-*.parquet", or a list of them; the rows have the order of the
@@ -140,11 +160,85 @@ def from_parquet(paths: Union[PathLike, Sequence[PathLike]], columns: Optional[S
     files = [file for each in given for file in _parquet_files(Path(each).expanduser())]
     tables = []
     for file in files:
-        try:
+        with _readable(file):
             tables.append(parquet.ParquetFile(str(file)).read(columns=None if columns is None else list(columns)))
-        except (OSError, ValueError) as error:  # those of pyarrow are among them
-            raise ConfigError(f"cannot read {file}: {' '.join(str(error).split())}") from None
     return Table(", ".join(map(str, given)), _joined(pa, files, tables), columns)
+
+
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # those of pyarrow are among them
+        raise ConfigError(f"cannot read {file}: {' '.join(str(error).split())}") from None
+
+
+class _MappedFile:
+    """A file that is mapped into memory, of which few pages stay in that of the process."""
+
+    def __init__(self, file: Any) -> None:
+        self.mapped, self._reads = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), 0
+
+    def on_read(self) -> None:
+        """Release all pages after some reads; they come back from the page cache, or the disk."""
+        self._reads += 1
+        if self._reads % _RELEASED_READS == 0:
+            self.mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def streamed_parquet(pattern: Path, columns: Optional[Sequence[str]], folder: Path) -> Table:
+    """Return what `from_parquet` does, for tables that are larger than the memory.
+
+    A batch of rows after the other is copied, uncompressed, into a file in `folder`. It has no name: it is gone with
+    the process. ConfigError also if it cannot be written.
+    """
+    pa = _pyarrow("from_parquet")
+    name = str(pattern)
+    try:
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(tempfile.TemporaryFile(dir=str(folder)))
+            writer: Any = None
+            for batch in _batches(pa, _parquet_files(pattern), columns):
+                if writer is None:
+                    Table(name, pa.Table.from_batches([batch]), columns)  # checked before the others are copied
+                    writer = stack.enter_context(pa.ipc.new_file(file, batch.schema))
+                writer.write_batch(batch)
+            if writer is None:
+                return from_parquet(pattern, columns)  # without rows
+            writer.close()
+            file.flush()
+            pages = _MappedFile(file)
+            return Table(name, pa.ipc.open_file(pa.py_buffer(pages.mapped)).read_all(), columns, pages.on_read)
+    except OSError as error:
+        raise ConfigError(f"cannot copy the rows of {name} to {folder}: {error.strerror or error}") from None
+
+
+def _batches(pa: Any, files: Sequence[Path], columns: Optional[Sequence[str]]) -> Iterator[Any]:
+    from pyarrow import parquet
+
+    first: Any = None
+    for file in files:
+        with _readable(file):
+            source = parquet.ParquetFile(str(file), buffer_size=_BUFFER_BYTES, pre_buffer=False)
+            if first is None:
+                _check_columns(str(file), source.schema_arrow.names, columns)
+            fields = _chosen(pa, source.schema_arrow, columns)
+            first = first or fields
+            if not fields.equals(first):
+                raise ConfigError(f"{file} has other columns than {files[0]}")
+            for group in range(source.num_row_groups):
+                rows = _rows_of_batch(source.metadata.row_group(group))
+                yield from source.iter_batches(rows, row_groups=[group], columns=fields.names, use_threads=False)
+
+
+def _chosen(pa: Any, schema: Any, columns: Optional[Sequence[str]]) -> Any:
+    """Return the fields of the chosen columns, which may be missing; without metadata."""
+    known = [name for name in columns or schema.names if name in schema.names]
+    return pa.schema([schema.field(name) for name in known])
+
+
+def _rows_of_batch(group: Any) -> int:
+    return max(1, min(_MOST_ROWS, _BATCH_BYTES * int(group.num_rows) // max(1, int(group.total_byte_size))))
 
 
 def _parquet_files(path: Path) -> List[Path]:
@@ -254,8 +348,10 @@ def _stacked(name: str, parts: Sequence[Any]) -> np.ndarray:
     return rows
 
 
-def splits_in(folder: Path, columns: Optional[Sequence[str]]) -> Optional[Tuple[Table, Any]]:
+def splits_in(folder: Path, columns: Optional[Sequence[str]], room: Path) -> Optional[Tuple[Table, Any]]:
     """Return the training and the test split of a folder of `save_to_disk` or of Parquet files; None for another one.
+
+    The rows of Parquet files are copied to a file without a name in the folder `room`.
 
     A split of Hugging Face is a folder; one of Parquet files a folder, or files whose names begin with that of the
     split. The test split is `test`, or else `validation` or `val`; it may be missing.
@@ -270,10 +366,10 @@ def splits_in(folder: Path, columns: Optional[Sequence[str]]) -> Optional[Tuple[
         if found[0] is None:
             raise ConfigError(f"{folder} has no split {_TRAIN[0]}: pack the folder of one of its splits")
         return from_hf(found[0], columns), [] if found[1] is None else from_hf(found[1], columns)
-    patterns = [_parquet_pattern(folder, names) for names in (_TRAIN, _TEST)]
-    if patterns[0] is None:
+    train, test = (_parquet_pattern(folder, names) for names in (_TRAIN, _TEST))
+    if train is None:
         return None
-    return from_parquet(patterns[0], columns), [] if patterns[1] is None else from_parquet(patterns[1], columns)
+    return streamed_parquet(train, columns, room), [] if test is None else streamed_parquet(test, columns, room)
 
 
 def _parquet_pattern(folder: Path, names: Sequence[str]) -> Optional[Path]:

@@ -7,7 +7,7 @@ tied.
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, NamedTuple
+from typing import Any, Dict, NamedTuple, Optional
 
 import torch
 from torch import nn
@@ -40,15 +40,18 @@ class Attention(nn.Module):
         self.out = nn.Linear(size.width, size.width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [n, length, width] to [n, length, width]."""
+    def forward(self, hidden: torch.Tensor, segments: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """Map [n, length, width] to [n, length, width]. A token attends to its own of the `segments` [n, length]."""
         samples, length, width = hidden.shape
         split = self.qkv(hidden).reshape(samples, length, 3, self.heads, width // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
         scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(width // self.heads)
         places = torch.arange(length, device=hidden.device)
+        is_hidden = places[None, :] > places[:, None]
+        if segments is not None:
+            is_hidden = is_hidden | (segments[:, None, :, None] != segments[:, None, None, :])
         # Not -inf, whose differences are NaN in half precision on the device: the smallest value is enough.
-        scores = scores.masked_fill(places[None, :] > places[:, None], torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill(is_hidden, torch.finfo(scores.dtype).min)
         weights = self.dropout(functional.softmax(scores, dim=-1))
         mixed = torch.matmul(weights, value).transpose(1, 2).reshape(samples, length, width)
         result: torch.Tensor = self.out(mixed)
@@ -65,9 +68,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(size.width, 4 * size.width), nn.Linear(4 * size.width, size.width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [n, length, width] to [n, length, width]."""
-        hidden = hidden + self.dropout(self.attention(self.norm1(hidden)))
+    def forward(self, hidden: torch.Tensor, segments: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """Map [n, length, width] to [n, length, width]; `segments` are those of `Attention.forward`."""
+        hidden = hidden + self.dropout(self.attention(self.norm1(hidden), segments))
         wide = functional.gelu(self.up(self.norm2(hidden)))
         result: torch.Tensor = hidden + self.dropout(self.down(wide))
         return result
@@ -123,9 +126,11 @@ class Embedding(nn.Module):
         self.tokens, self.places = TokenEmbedding(vocabulary, width, parts), nn.Embedding(length, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map tokens [n, length] to [n, length, width]."""
-        embedded = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+    def forward(self, tokens: torch.Tensor, places: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """Map tokens and their places [n, length] to [n, length, width]. Places count from 0 by default."""
+        if places is None:
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+        embedded = self.tokens(tokens) + self.places(places)
         result: torch.Tensor = self.dropout(embedded)
         return result
 
@@ -164,11 +169,19 @@ class Decoder(nn.Module):
             for layer in (block.attention.out, block.down):  # type: ignore[union-attr]
                 nn.init.normal_(layer.weight, std=_STD / math.sqrt(2 * size.layers))  # type: ignore[arg-type, union-attr, unused-ignore]
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map tokens [n, length] to logits [n, length, vocabulary]."""
-        hidden = self.embedding(tokens)
+    def forward(
+        self, tokens: torch.Tensor, segments: Optional[torch.Tensor] = None, places: Optional[torch.Tensor] = None
+    ) -> torch.Tensor:
+        """Map tokens [n, length] to logits [n, length, vocabulary].
+
+        Args:
+            tokens: integers [n, length].
+            segments: of each token, integers [n, length]: it attends to those before it with the same one. None: all.
+            places: of each token in its sequence, integers [n, length]. None: those in the window.
+        """
+        hidden = self.embedding(tokens, places)
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden, segments)
         logits: torch.Tensor = self.head(self.norm(hidden))
         return logits
 

@@ -21,13 +21,16 @@ def split_products(network: nn.Module) -> None:
             module.product = functools.partial(poptorch.serializedMatMul, mode=mode, factor=module.parts)
 
 
-def mean_loss(logits: torch.Tensor, targets: torch.Tensor, length: Optional[int]) -> torch.Tensor:
+def mean_loss(
+    logits: torch.Tensor, targets: torch.Tensor, length: Optional[int], count: Optional[torch.Tensor] = None
+) -> torch.Tensor:
     """Return the mean cross-entropy in float32, of `length` tokens of each window at a time.
 
     Args:
         logits: [n, tokens, vocabulary].
         targets: int64 [n, tokens].
         length: None for all tokens at once.
+        count: of the targets that are not -100, which are ignored; None: all.
     """
     if length is None:
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -37,5 +40,5 @@ def mean_loss(logits: torch.Tensor, targets: torch.Tensor, length: Optional[int]
             for part, wanted in zip(torch.split(logits, length, dim=1), torch.split(targets, length, dim=1))
         ]
     ).sum()
-    loss: torch.Tensor = poptorch.identity_loss(total / targets.numel(), "none")
+    loss: torch.Tensor = poptorch.identity_loss(total / (targets.numel() if count is None else count), "none")
     return loss

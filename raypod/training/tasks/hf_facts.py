@@ -70,7 +70,7 @@ def window_facts(config: Config, is_dry: bool) -> TaskFacts:
     perplexity = Metric("perplexity", transform=math.exp, label="ppl", formats=(".2f", ".3f"))
     metrics = language_facts.METRICS if is_causal else (LOSS, perplexity, ACCURACY)
     return TaskFacts(
-        DatasetSize(*language_facts.text_windows(options, tokenizer)),
+        language_facts.text_windows(options, tokenizer),
         metrics,
         best=metrics[-1].name,
         samples_are="windows",

@@ -71,7 +71,7 @@ class HfMaskedLm(Task):
         number = self._tokenizer.number_of(mask or "[MASK]")
         if number is None:
             raise ConfigError(f"--model {self.config.training.model}: the tokenizer has no token for masked ones")
-        train, test = (Windows(self._tokenizer.encode(pieces), length) for pieces in pieces_of(self.options))
+        train, test = (Windows(corpus.encode(pieces, self._tokenizer), length) for pieces in pieces_of(self.options))
         return MaskedSource(train, test, self.config.training.seed, self.options.masked, self._tokenizer, number)
 
     def example(self, samples: int) -> Batch:

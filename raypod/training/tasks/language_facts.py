@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Optional, Tuple
+from typing import TYPE_CHECKING, Optional, Sequence, Tuple
 
 from pydantic import Field
 from typing_extensions import Literal
@@ -14,6 +15,9 @@ from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import DatasetSize, TaskFacts
 from raypod.plan.values import Names
 from raypod.training.data import corpus
+
+if TYPE_CHECKING:
+    from raypod.training.data.packed_text import PackedText
 
 # An optimizer and a length with which the default run learns something.
 DEFAULTS = {
@@ -68,6 +72,9 @@ class LanguageOptions(TextOptions):
     vocabulary: Optional[int] = Field(
         None, ge=2, le=1_000_000, description="number of different generated tokens (default: 50257, as GPT-2)"
     )
+    pack_sequences: bool = Field(
+        False, description="pack several files into a window, each of which attends to itself alone"
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="probability of dropout, 0 to less than 1")
 
 
@@ -75,34 +82,80 @@ def facts(config: Config, is_dry: bool) -> TaskFacts:
     """Return the facts; see `registry.facts_of`."""
     del is_dry  # nothing is downloaded
     options = LanguageOptions.model_validate(config.task.options)
-    length, generated = options.sequence_length, generated_windows(options)
-    tokenizer = tokenizer_of(options)
-    counts = text_windows(options, tokenizer) if generated is None else generated
+    length, generated, packed = options.sequence_length, generated_windows(options), packed_text_of(config, options)
+    if packed is not None:
+        has_tokens, size = packed.has_tokenizer, _packed_size(config, options, packed)
+    else:
+        tokenizer = tokenizer_of(options)
+        has_tokens = tokenizer is not None or generated is not None
+        size = DatasetSize(*generated) if generated is not None else text_windows(options, tokenizer)
     data = ", ".join(options.text or ["the standard library of Python"]) if generated is None else "random tokens"
-    has_tokens = tokenizer is not None or generated is not None
     return TaskFacts(
-        DatasetSize(*counts),
+        size,
         METRICS,
         best=_BEST.name,
         samples_are="windows",
         parts=("tokens", length),
-        data=data,
+        data=data if packed is None else str(config.data.data_dir),
         model=f"decoder {options.size}, windows of {length} {'tokens' if has_tokens else 'bytes'}",
     )
 
 
-def text_windows(options: TextOptions, tokenizer: Optional[corpus.Tokenizer]) -> Tuple[int, int]:
+def text_windows(options: TextOptions, tokenizer: Optional[corpus.Tokenizer]) -> DatasetSize:
     """Return the windows of both splits of a text. ConfigError if it is shorter than one."""
-    length, counts = options.sequence_length, []
-    for name, pieces in zip(("training", "held-out"), pieces_of(options)):
-        tokens = corpus.num_tokens(pieces, tokenizer)
-        counts.append(corpus.num_windows(tokens, length))
-        if tokens and not counts[-1]:
+    counts = [corpus.tokens_of_pieces(pieces, tokenizer) for pieces in pieces_of(options)]
+    if getattr(options, "pack_sequences", False):
+        return _sequence_windows(options.sequence_length, counts)
+    return _windows(options.sequence_length, [sum(each) for each in counts])
+
+
+def _windows(length: int, tokens_of_splits: Sequence[int]) -> DatasetSize:
+    counts = [corpus.num_windows(tokens, length) for tokens in tokens_of_splits]
+    for name, tokens, count in zip(("training", "held-out"), tokens_of_splits, counts):
+        if tokens and not count:
             raise ConfigError(
                 f"the {name} text has {tokens} tokens, and a window of --sequence-length {length} needs {length + 1}: "
                 "use a smaller one, or more text"
             )
-    return counts[0], counts[1]
+    return DatasetSize(counts[0], counts[1])
+
+
+def _sequence_windows(length: int, counts: Sequence[Sequence[int]]) -> DatasetSize:
+    train, test = (corpus.pack_sequences(each, length) for each in counts)
+    if not train.num_windows:
+        raise ConfigError("the training text has no file of two tokens: --pack-sequences predicts none")
+    share = train.sizes.sum() / (length * train.num_windows)
+    note = f"{len(train.sizes)} sequences packed into {train.num_windows} windows, {100 * share:.1f} % of their tokens"
+    return DatasetSize(train.num_windows, test.num_windows, notes=(note,))
+
+
+def packed_text_of(config: Config, options: LanguageOptions) -> Optional[PackedText]:
+    """Return the text that `raypod pack` has written; None without `data.data_dir`.
+
+    Raises:
+        ConfigError: as `packed_text.opened`, or an option has no effect on a packed text.
+    """
+    if config.data.data_dir is None:
+        if config.data.cache_dir is not None:
+            raise ConfigError("--cache-dir has no effect without --data-dir URL: omit it")
+        return None
+    for key in ("text", "held_out", "max_mb", "tokenizer", "generated_windows"):
+        if getattr(options, key) != LanguageOptions.model_fields[key].default:
+            raise ConfigError(f"--{key.replace('_', '-')} has no effect on the packed text of --data-dir; omit one")
+    from raypod.training.data import packed_text  # imports NumPy, as above
+
+    return packed_text.opened(config)
+
+
+def _packed_size(config: Config, options: LanguageOptions, packed: PackedText) -> DatasetSize:
+    """Return the windows of a packed text, without reading it."""
+    if options.pack_sequences:
+        size = _sequence_windows(options.sequence_length, packed.tokens_of_files())
+    else:
+        size = _windows(options.sequence_length, [packed.index.train.samples, packed.index.test.samples])
+    # The order of a single shard, whatever the window, is that of all samples.
+    shards = () if config.data.shuffle_window is None else (size.train_samples,)
+    return dataclasses.replace(size, notes=(packed.note(), *size.notes), shards=shards)
 
 
 def generated_windows(options: LanguageOptions) -> Optional[Tuple[int, int]]:
@@ -115,8 +168,8 @@ def generated_windows(options: LanguageOptions) -> Optional[Tuple[int, int]]:
         if options.vocabulary is not None:
             raise ConfigError(f"--vocabulary {options.vocabulary} has no effect without --generated-windows")
         return None
-    for key in ("text", "max_mb", "tokenizer"):
-        if getattr(options, key) is not None:
+    for key in ("text", "max_mb", "tokenizer", "pack_sequences"):
+        if getattr(options, key):
             raise ConfigError(f"--{key.replace('_', '-')} has no effect on --generated-windows; omit one")
     return options.generated_windows, int(options.held_out * options.generated_windows)
 

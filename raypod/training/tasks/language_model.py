@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Dict, List, Tuple, Type
+from typing import Any, ClassVar, Dict, List, Sequence, Tuple, Type
 
 import torch
 from torch import nn
@@ -12,11 +12,12 @@ from raypod.errors import ConfigError
 from raypod.plan.config import Config, TaskOptions
 from raypod.training.data import corpus
 from raypod.training.data.source import Batch, Source
-from raypod.training.data.text import TextSource, Windows
+from raypod.training.data.text import IGNORED, PackedWindows, SequenceSource, TextSource, Windows
 from raypod.training.models.decoder import SIZES, Decoder
 from raypod.training.tasks.language_facts import (
     LanguageOptions,
     generated_windows,
+    packed_text_of,
     padded,
     pieces_of,
     tokenizer_of,
@@ -28,31 +29,41 @@ from raypod.training.tasks.task import Ratios, Task
 class LanguageModel(Task):
     """Predicts each token of a window from those before it.
 
-    A batch is (tokens int32 [n, sequence_length + 1], bytes of the predicted tokens int32 [n]).
+    A batch is (tokens int32 [n, sequence_length + 1], bytes of the predicted tokens int32 [n]), or that of
+    `SequenceSource`.
     """
 
     Options: ClassVar[Type[TaskOptions]] = LanguageOptions
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._tokenizer = tokenizer_of(self.options)
+        self._packed = packed_text_of(config, self.options)
+        self._tokenizer = tokenizer_of(self.options) if self._packed is None else self._packed.tokenizer()
         self._vocabulary = vocabulary_of(self.options, self._tokenizer)
 
     def load(self) -> Source:
         """See `Task.load`."""
         length, counts = self.options.sequence_length, generated_windows(self.options)
-        if counts is None:
+        content = None
+        if self._packed is not None:
+            (train, test), content = self._packed.texts(), self._packed.content
+        elif counts is None:
             train, test = (corpus.encode(pieces, self._tokenizer) for pieces in pieces_of(self.options))
         else:
             seed = self.config.training.seed
             sizes = (count * length + 1 for count in counts)
             train, test = (corpus.random_text(size, self._vocabulary, (seed, part)) for part, size in enumerate(sizes))
-        return TextSource(Windows(train, length), Windows(test, length))
+        if self.options.pack_sequences:
+            return SequenceSource(PackedWindows(train, length), PackedWindows(test, length), content)
+        return TextSource(Windows(train, length), Windows(test, length), content)
 
     def example(self, samples: int) -> Batch:
         """See `Task.example`."""
-        length = self.options.sequence_length
-        return torch.zeros(samples, length + 1, dtype=torch.int32), torch.zeros(samples, dtype=torch.int32)
+        length, num_bytes = self.options.sequence_length, torch.zeros(samples, dtype=torch.int32)
+        if self.options.pack_sequences:
+            zeros = torch.zeros(samples, length, dtype=torch.int32)
+            return zeros, zeros.clone(), zeros.clone(), zeros.clone(), num_bytes
+        return torch.zeros(samples, length + 1, dtype=torch.int32), num_bytes
 
     def network(self, first_batch: Batch) -> nn.Module:
         """See `Task.network`."""
@@ -75,24 +86,31 @@ class LanguageModel(Task):
         found: torch.Tensor = network(tokens)
         return found
 
+    def _logits_and_targets(self, network: Any, batch: Sequence[torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor]:
+        if len(batch) > 2:
+            tokens, labels, segments, places = batch[:-1]
+            return network(tokens, segments, places), labels.to(torch.int64)
+        tokens = batch[0]
+        return self.logits(network, tokens[:, :-1]), tokens[:, 1:].to(torch.int64)
+
     def training_outputs(
         self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
     ) -> Tuple[torch.Tensor, Ratios]:
         """Return the mean cross-entropy per token, and perplexity and bits per byte."""
-        tokens, num_bytes = batch
         from raypod.training.models.serialization import mean_loss  # imports the SDK, which only a training has
 
-        targets = tokens[:, 1:].to(torch.int64)
-        loss = mean_loss(self.logits(network, tokens[:, :-1]), targets, getattr(self.options, "loss_tokens", None))
-        return loss, {"perplexity": (loss, 1), "bits_per_byte": (loss * targets.numel(), num_bytes.sum())}
+        logits, targets = self._logits_and_targets(network, batch)
+        count = (targets != IGNORED).sum() if len(batch) > 2 else None
+        loss = mean_loss(logits, targets, getattr(self.options, "loss_tokens", None), count)
+        total = loss * (targets.numel() if count is None else count)
+        return loss, {"perplexity": (loss, 1), "bits_per_byte": (total, batch[-1].sum())}
 
     def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
         """Return cross-entropy, perplexity and bits per byte."""
-        tokens, num_bytes = batch
-        logits, targets = self.logits(network, tokens[:, :-1]).float(), tokens[:, 1:].to(torch.int64)
-        losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").sum(dim=1)
-        per_token = (losses, targets.shape[1])
-        return {"loss": per_token, "perplexity": per_token, "bits_per_byte": (losses, num_bytes)}
+        logits, targets = self._logits_and_targets(network, batch)
+        losses = functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").sum(dim=1)
+        per_token = (losses, (targets != IGNORED).sum(dim=1) if len(batch) > 2 else targets.shape[1])
+        return {"loss": per_token, "perplexity": per_token, "bits_per_byte": (losses, batch[-1])}
 
     def generate(self, network: Any, prompt: str, length: int, temperature: float, seed: int) -> str:
         """See `Task.generate`. Each token is predicted from the `sequence_length` tokens before it."""

@@ -60,6 +60,7 @@ _BY_NAME: Dict[str, _Entry] = {
         "LanguageModel",
         language_facts.LanguageOptions,
         language_facts.DEFAULTS,
+        SHARD_KEYS,
     ),
     HF_CAUSAL_LM: _hf(hf_facts.window_facts, "HfCausalLm", hf_facts.WindowOptions),
     HF_MASKED_LM: _hf(hf_facts.window_facts, "HfMaskedLm", hf_facts.MaskedOptions),

@@ -64,6 +64,7 @@ class Task(abc.ABC):
         self.config = config
         self.options: Any = self.Options.model_validate(config.task.options)
         self.names: Optional[Tuple[str, ...]] = None  # of the tensors of a batch, if samples are dicts
+        self._packed_size: Optional[DatasetSize] = None  # of what `raypod pack` has written, once it is loaded
         self.user_code: Optional[str] = config.task.name if ":" in config.task.name else None
 
     def datasets(self) -> Tuple[Any, Any]:
@@ -137,8 +138,11 @@ class Task(abc.ABC):
         from raypod.training.data.samples import SampleSource  # imports torch
 
         config = self.config
-        is_packed = config.data.data_dir is not None
-        splits = packed_samples.splits_of(packed_samples.opened(config), config) if is_packed else self.datasets()
+        if config.data.data_dir is None:
+            splits = self.datasets()
+        else:
+            packed = packed_samples.opened(config)
+            splits, self._packed_size = packed_samples.splits_of(packed, config), packed_samples.size_of(packed, config)
         seed, first = config.training.seed, config.data.first_sample
         source = SampleSource(config.task.name, splits, seed, first, self.collate)
         self.names = source.names
@@ -146,22 +150,19 @@ class Task(abc.ABC):
 
     def facts(self) -> TaskFacts:
         """Return what planning has to know. ConfigError if the data or the metrics cannot be used."""
-        from raypod.training.data import packed_samples
         from raypod.training.data.samples import SampleSource  # imports torch
 
         place, name = self.config.data.data_dir, self.config.task.name.rpartition(":")[2]
         source = self.load()
-        if isinstance(source, SampleSource):  # a task can override `load`
-            if place is None or not is_url(place):  # a plan reads only the index and the first sample of a URL
-                source.check_batches(self.config.training.seed)
-        elif place is not None:
+        is_local = place is None or not is_url(place)  # a plan reads only the index and the first sample of a URL
+        if is_local and isinstance(source, SampleSource):  # a task can override `load`
+            source.check_batches(self.config.training.seed)
+        if place is not None and self._packed_size is None:
             raise ConfigError(f"--data-dir has no effect on the task {name}, whose own `load` loads its data: omit it")
         metrics = _checked_metrics(self.metrics, self.test_metrics, self.best, name)
         if self.test_metrics and not self.predictions:
             raise ConfigError(f"task {name}: test_metrics are computed of predictions; name those in `predictions`")
-        size = DatasetSize(len(source.train), len(source.test))
-        if place is not None:
-            size = packed_samples.size_of(packed_samples.opened(self.config), self.config)
+        size = self._packed_size or DatasetSize(len(source.train), len(source.test))
         return TaskFacts(
             *(size, metrics, self.best, self.samples_are),
             data=name,

@@ -17,12 +17,13 @@ import torch
 from raypod import train
 from raypod.__main__ import main
 from raypod.errors import ConfigError
+from raypod.system.remote.store import Store
 from raypod.training.data import shard_stream, shards
-from raypod.training.data.feed import Feed
 from raypod.training.data.loading import SeededSamples
 from raypod.training.data.packed_samples import decode, encode, form_of
 from raypod.training.tasks.registry import task_of_plan
 from tests.support import ROOT
+from tests.support.fed import equal, fed
 from tests.support.shard_threads import InThread
 
 MODULE = """
@@ -108,21 +109,6 @@ def hash_of(*words: str) -> Any:
     return json.loads((run / "summary.json").read_text())["weights_sha256"]
 
 
-def fed(plan: Any) -> List[torch.Tensor]:
-    """Return everything that is fed in each update, of all instances in turn."""
-    feeds = [Feed(plan, each, task_of_plan(plan).load()) for each in plan.placement.instances]
-    try:
-        streams = [[batch for segment in plan.segments() for batch in feed.calls(segment)] for feed in feeds]
-    finally:
-        for feed in feeds:
-            feed.close()
-    return [torch.cat([each.double().reshape(-1) for each in column]) for row in zip(*streams) for column in zip(*row)]
-
-
-def equal(ours: List[torch.Tensor], theirs: List[torch.Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(torch.equal(*pair) for pair in zip(ours, theirs))
-
-
 @pytest.mark.parametrize(
     "sample",
     [
@@ -194,15 +180,26 @@ def test_images_train_the_same_with_their_data_set_and_with_shards() -> None:
 
 
 @pytest.mark.parametrize("instances", [2, 4])
-def test_any_placement_feeds_the_same_from_a_url_in_windows(make: Any, instances: int) -> None:
-    task = {"task": {"name": "packed_modules:Task"}}
-    folder = pack("--task", "packed_modules:Task")
+@pytest.mark.parametrize("name", ["Task", "Padded"])
+def test_any_placement_feeds_the_same_from_a_url_in_windows(make: Any, instances: int, name: str) -> None:
+    task = {"task": {"name": f"packed_modules:{name}"}}
+    folder = pack("--task", f"packed_modules:{name}")
     expected = fed(make(**task, **SIZES, data={"data_dir": str(folder), "shuffle_window": 1}))
     sizes = {**SIZES, "pod": {"replicas": 4, "num_instances": instances}}
     plan = make(**task, **sizes, data={"data_dir": f"file://{folder}", "shuffle_window": 1})
     assert len(plan.dataset_size.shards) > 1
     assert equal(fed(plan), expected)
     assert not equal(fed(make(**task, **SIZES)), expected)
+
+
+def test_a_plan_reads_the_index_of_a_url_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, reads, read = pack("--task", "packed_modules:Task"), [], Store.read
+    monkeypatch.setattr(Store, "read", lambda store, name: (reads.append(name), read(store, name))[1])
+    make(task={"name": "packed_modules:Task"}, data={"data_dir": f"file://{folder}"})
+    pack_images = ["--dataset", "packed_modules:images", "images"]
+    assert main(["pack", *pack_images]) == 0
+    make(data={"dataset": "shards", "data_dir": f"file://{Path('images').resolve()}"})
+    assert reads == ["index.json"] * 2
 
 
 def test_a_collate_function_augments_samples_of_shards_the_same_in_every_process(make: Any) -> None:
@@ -237,7 +234,16 @@ def test_a_changed_byte_is_named_with_its_sample(make: Any) -> None:
         (["--task", "packed_modules:Empty", "new"], "packed_modules:Empty has no training samples"),
         (["--dataset", "packed_modules:short", "new"], "found label 5, but labels of 3 classes .*training sample 0"),
         (["--dataset", "digits", "new"], "digits is built in: name a data set or a task of your own, or pack a folder"),
-        (["--task", "language-model", "new"], "language-model is built in"),
+        (["--task", "hf-causal-lm", "new"], "hf-causal-lm is built in"),
+        (
+            ["--task", "packed_modules:Task", "--batch-size", "4", "new"],
+            "--batch-size has no effect on raypod pack: om",
+        ),
+        (
+            ["--task", "packed_modules:Task", "pod.replicas=2", "new"],
+            "--replicas has no effect on raypod pack: omit it",
+        ),
+        (["--dataset", "packed_modules:images", "--no-augment", "new"], "--augment has no effect on raypod pack: omit"),
         (["--task", "packed_modules:Task"], "--dataset and --task take one folder, that of the shards"),
         (["--task", "packed_modules:Task", "packed"], "packed exists; choose another folder, or remove it"),
     ],

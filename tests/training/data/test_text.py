@@ -11,8 +11,9 @@ import torch
 
 from raypod.errors import ConfigError, DataMissing
 from raypod.training.data import corpus
+from raypod.training.data.arrays import fingerprint_of_bytes, fingerprint_of_values
 from raypod.training.data.corpus import Piece, Text
-from raypod.training.data.text import TextSource, Windows
+from raypod.training.data.text import PackedWindows, SequenceSource, TextSource, Windows
 
 
 def files(folder: Path, sizes: Sequence[int]) -> List[str]:
@@ -23,37 +24,80 @@ def files(folder: Path, sizes: Sequence[int]) -> List[str]:
     return [str(folder)]
 
 
+def text(tokens: np.ndarray, sizes: Optional[np.ndarray] = None) -> Text:
+    return Text(tokens, sizes, np.zeros(1, np.int64))
+
+
 def total(pieces: Sequence[Piece]) -> int:
     return sum(each.stop - each.start for each in pieces)
 
 
 def test_window_i_predicts_the_tokens_after_i_times_the_length() -> None:
-    windows = Windows(Text(np.arange(32, dtype=np.uint8)), 5)
+    windows = Windows(text(np.arange(32, dtype=np.uint8)), 5)
     tokens, num_bytes = TextSource(windows, windows).gather(windows, np.array([2, 0]), None)
     assert len(windows) == 6  # 30 predicted tokens of the 31 that have one before them
     assert tokens.tolist() == [list(range(10, 16)), list(range(6))]
     assert tokens.dtype == num_bytes.dtype == torch.int32
     assert num_bytes.tolist() == [5, 5]
-    assert len(Windows(Text(np.zeros(31, np.uint8)), 5)) == 6
-    assert len(Windows(Text(np.zeros(30, np.uint8)), 5)) == 5
-    assert len(Windows(Text(np.zeros(0, np.uint8)), 5)) == 0
-    text = Text(np.zeros(7, np.int32), np.array([3, 4, 4, 9, 10, 11, 20]))
-    assert Windows(text, 2).num_bytes(np.arange(3)).tolist() == [1, 6, 10]
+    assert len(Windows(text(np.zeros(31, np.uint8)), 5)) == 6
+    assert len(Windows(text(np.zeros(30, np.uint8)), 5)) == 5
+    assert len(Windows(text(np.zeros(0, np.uint8)), 5)) == 0
+    sized = text(np.zeros(7, np.int32), np.array([3, 1, 0, 5, 1, 1, 9]))
+    assert Windows(sized, 2).num_bytes(np.arange(3)).tolist() == [1, 6, 10]
 
 
 def test_the_fingerprint_covers_both_splits_and_the_length_of_the_windows() -> None:
-    def fingerprint(train: int, test: int, length: int, ends: Optional[List[int]] = None) -> str:
-        texts = [Text(np.full(9, fill, np.uint8), None if ends is None else np.array(ends)) for fill in (train, test)]
-        return TextSource(*(Windows(text, length) for text in texts)).fingerprint
+    def fingerprint(train: int, test: int, length: int, size: Optional[int] = None) -> str:
+        sizes = None if size is None else np.full(9, size)
+        texts = [text(np.full(9, fill, np.uint8), sizes) for fill in (train, test)]
+        return TextSource(*(Windows(each, length) for each in texts)).fingerprint
 
-    cases = [(0, 0, 3), (1, 0, 3), (0, 1, 3), (0, 0, 4), (0, 0, 3, list(range(9)))]
+    cases = [(0, 0, 3), (1, 0, 3), (0, 1, 3), (0, 0, 4), (0, 0, 3, 1)]
     assert len({fingerprint(*case) for case in cases}) == len({fingerprint(*case) for case in 2 * cases}) == 5
 
 
 def test_a_host_with_less_text_than_the_plan_is_an_error() -> None:
-    windows = Windows(Text(np.zeros(9, np.uint8)), 4)
+    windows = Windows(text(np.zeros(9, np.uint8)), 4)
     with pytest.raises(ConfigError, match="the text on this host has 2 windows"):
         TextSource(windows, windows).gather(windows, np.array([2]), None)
+
+
+def test_the_fingerprint_of_a_text_is_that_of_earlier_versions() -> None:
+    texts = [Text(np.arange(9, dtype=np.int32), np.arange(9), np.zeros(1, np.int64)) for _ in range(2)]
+    arrays = [array for each in texts for array in (each.tokens, np.cumsum(each.sizes))]
+    expected = fingerprint_of_values(3, fingerprint_of_bytes(*arrays))
+    assert TextSource(*(Windows(each, 3) for each in texts)).fingerprint == expected
+    smaller = [Text(each.tokens.astype(np.uint16), each.sizes.astype(np.uint32), each.starts) for each in texts]
+    assert TextSource(*(Windows(each, 3) for each in smaller)).fingerprint == expected
+
+
+def test_files_are_packed_into_the_fullest_windows_that_have_room() -> None:
+    found = corpus.pack_sequences([6, 13, 1, 4, 3, 10, 0, 3], 10)  # 5, 10 + 2, none, 3, 2, 9, none and 2 predictions
+    assert found.sizes.tolist() == [5, 10, 2, 3, 2, 9, 2]
+    assert found.first.tolist() == [0, 6, 16, 20, 24, 27, 37]
+    assert found.windows.tolist() == [0, 1, 0, 0, 2, 3, 2]
+    assert found.num_windows == 4
+    generator = np.random.default_rng(0)
+    counts = generator.integers(0, 70, 500).tolist()
+    many = corpus.pack_sequences(counts, 32)
+    used = np.bincount(many.windows, many.sizes)
+    assert used.max() <= 32
+    assert used.sum() == sum(max(0, each - 1) for each in counts)
+    assert len(used) < 1.02 * used.sum() / 32
+    assert corpus.pack_sequences([], 8).num_windows == 0
+
+
+def test_a_window_of_several_files_predicts_within_each() -> None:
+    starts = np.array([0, 4, 7])
+    packed = PackedWindows(
+        Text(np.arange(1, 13, dtype=np.int32), np.arange(1, 13), starts), 7
+    )  # 3, 2 and 4 predictions
+    tokens, labels, segments, places, num_bytes = SequenceSource(packed, packed).gather(packed, np.array([1, 0]), None)
+    assert tokens.tolist() == [[8, 9, 10, 11, 0, 0, 0], [1, 2, 3, 5, 6, 0, 0]]
+    assert labels.tolist() == [[9, 10, 11, 12, -100, -100, -100], [2, 3, 4, 6, 7, -100, -100]]
+    assert segments.tolist() == [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 2, 2, 0, 0]]
+    assert places.tolist() == [[0, 1, 2, 3, 0, 0, 0], [0, 1, 2, 0, 1, 0, 0]]
+    assert num_bytes.tolist() == [9 + 10 + 11 + 12, 2 + 3 + 4 + 6 + 7]
 
 
 def test_whole_files_are_held_out_up_to_the_fraction_or_the_end_of_few(tmp_path: Path) -> None:
@@ -106,11 +150,12 @@ def test_text_that_is_missing_is_one_line_of_error(tmp_path: Path, monkeypatch: 
 
 def test_pieces_are_counted_without_reading_them(tmp_path: Path) -> None:
     pieces = corpus.find_pieces(files(tmp_path, [5, 7]), 0.0, None).train
-    text = corpus.encode(pieces, None)
-    assert corpus.num_tokens(pieces, None) == len(text.tokens) == 14
-    assert sorted(np.flatnonzero(text.tokens == 0)) in ([5, 13], [7, 13])
+    found = corpus.encode(pieces, None)
+    assert sum(corpus.tokens_of_pieces(pieces, None)) == len(found.tokens) == 14
+    assert sorted(np.flatnonzero(found.tokens == 0)) in ([5, 13], [7, 13])
+    assert found.starts.tolist() in ([0, 6], [0, 8])
     pieces[0].path.write_bytes(b"")
-    assert corpus.num_tokens(pieces, None) == 14
+    assert sum(corpus.tokens_of_pieces(pieces, None)) == 14
     with pytest.raises(ConfigError, match="has become shorter"):
         corpus.encode(pieces, None)
 

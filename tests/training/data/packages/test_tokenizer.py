@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from raypod.__main__ import main
 from raypod.errors import ConfigError, DataMissing
 from raypod.training.data import corpus
 from raypod.training.data.corpus import Piece, Tokenizer
@@ -41,28 +44,28 @@ def pieces(folder: Path) -> list[Piece]:
 
 
 def test_the_bytes_of_the_tokens_add_up_to_those_of_the_text(tmp_path: Path) -> None:
-    found = Tokenizer(byte_pairs(tmp_path, "<|endoftext|>")).encode(pieces(tmp_path))
-    assert found.ends is not None
-    assert len(found.tokens) == len(found.ends) < len(TEXT.encode()) / 2
-    assert (np.diff(found.ends, prepend=0) >= 0).all()
+    found = corpus.encode(pieces(tmp_path), Tokenizer(byte_pairs(tmp_path, "<|endoftext|>")))
+    assert found.sizes is not None
+    assert len(found.tokens) == len(found.sizes) < len(TEXT.encode()) / 2
+    assert (found.sizes >= 0).all()
     replaced = len(b"\xff\xfe words".decode("utf-8", errors="replace").encode())
-    assert found.ends[-1] == len(TEXT.encode()) + 1 + replaced + 1
+    assert found.sizes.sum() == len(TEXT.encode()) + 1 + replaced + 1
+    assert found.tokens[found.starts[1] - 1] == 0
     windows = Windows(found, 7)
     used = len(windows) * 7
-    assert windows.num_bytes(np.arange(len(windows))).sum() == found.ends[used] - found.ends[0]
+    assert windows.num_bytes(np.arange(len(windows))).sum() == found.sizes[1 : used + 1].sum()
 
 
 def test_text_that_a_tokenizer_drops_counts_as_well(tmp_path: Path) -> None:
-    found = Tokenizer(word_pieces(tmp_path)).encode(pieces(tmp_path)[:1])
-    assert found.ends is not None
-    assert found.ends[-1] == len(TEXT.encode()) + 1
+    _, sizes = Tokenizer(word_pieces(tmp_path)).encode(pieces(tmp_path)[0])
+    assert sizes.sum() == len(TEXT.encode()) + 1
 
 
 def test_files_end_with_the_tokens_own_mark_or_a_further_one(tmp_path: Path) -> None:
     given = Tokenizer(byte_pairs(tmp_path, "<|endoftext|>"))
-    assert given.encode(pieces(tmp_path)).tokens[-1] == 0  # special tokens have the first ids
+    assert corpus.encode(pieces(tmp_path), given).tokens[-1] == 0  # special tokens have the first ids
     added = Tokenizer(byte_pairs(tmp_path))
-    tokens = added.encode(pieces(tmp_path)).tokens
+    tokens = corpus.encode(pieces(tmp_path), added).tokens
     assert tokens[-1] == added.vocabulary - 1
     assert (tokens == added.vocabulary - 1).sum() == 2
 
@@ -73,4 +76,28 @@ def test_a_file_that_is_no_tokenizer_is_one_line_of_error(tmp_path: Path) -> Non
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ConfigError, match="--tokenizer .*bad.json: "):
         Tokenizer(str(tmp_path / "bad.json"))
-    assert corpus.num_tokens(pieces(tmp_path), None) > 0
+
+
+def test_a_packed_text_has_its_tokenizer_and_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer, text = byte_pairs(tmp_path, "<|endoftext|>"), "text.txt,more.txt"
+    pieces(tmp_path)
+    given = ["--text", text, "--tokenizer", tokenizer, "--held-out", "0.2"]
+    assert main(["pack", "--task", "language-model", *given, "packed"]) == 0
+    flags = ["--task", "language-model", "--sequence-length", "4", "--fleet", "inline", "--device", "emulated"]
+    flags += ["--replicas", "2", "--batch-size", "2", "--updates", "2"]
+    for packing in ([], ["--pack-sequences"]):
+        assert main(["train", *flags, *packing, *given, "--run-dir", "with-text"]) == 0
+        for name in (tokenizer, "text.txt", "more.txt"):
+            Path(name).rename(f"{name}.gone")
+        assert main(["train", *flags, *packing, "--data-dir", "packed", "--run-dir", "with-packed"]) == 0
+        expected, found = (json.loads(Path(run, "summary.json").read_text()) for run in ("with-text", "with-packed"))
+        for key in ("weights_sha256", "test_bits_per_byte"):
+            assert found[key] == expected[key]
+        for name in (tokenizer, "text.txt", "more.txt"):
+            Path(f"{name}.gone").rename(name)
+        for run in ("with-text", "with-packed"):
+            shutil.rmtree(run)
+    assert np.load("packed/train/tokens.npy").dtype == np.uint16
+    assert np.load("packed/train/sizes.npy").dtype == np.uint32
+    assert Path("packed/train/tokenizer.json").read_bytes() == Path(tokenizer).read_bytes()
