@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, Union
 
-import numpy as np
 from typing_extensions import Protocol
 
 from raypod.errors import ConfigError, RunError
@@ -291,7 +290,8 @@ class TensorBoardWriter:
         if media.kind == "text":
             self._keep([_Entry("add_text", media.name, media.content.decode(), media.update)])
             return
-        from PIL import Image  # planning works without Pillow
+        import numpy as np  # planning imports this module, and works without Pillow
+        from PIL import Image
 
         pixels = np.asarray(Image.open(io.BytesIO(media.content)))
         formats = {"dataformats": "HW" if pixels.ndim == 2 else "HWC"}
