@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Optional, Tuple
 
 # Peak rates for 32 samples per update, with which the built-in tasks learn.
 DEFAULT_RATES = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3, "lamb": 1e-2, "rmsprop": 1e-3}
+# Those of tasks with a rate of their own for Adam, by its ratio: transformers diverge with the rate of SGD for images.
+TRANSFORMER_RATES = {**DEFAULT_RATES, "sgd": 0.025}
 REFERENCE_SAMPLES = 32
 _MOST_SCALED = 4.0  # times: of larger batches, rates that are scaled linearly diverge
 
 
-def default_rate(optimizer: str, samples: int) -> float:
-    """Return the default of `training.learning_rate` for an image classification.
+def default_rate(optimizer: str, samples: int, own: Optional[Tuple[str, float]] = None) -> float:
+    """Return the default of `training.learning_rate`.
 
     Args:
         optimizer: its name in the config.
         samples: as `rate_samples` returns them.
+        own: the default optimizer and rate of a task of transformers; None: the task has none.
     """
-    return DEFAULT_RATES[optimizer] * min(_MOST_SCALED, samples / REFERENCE_SAMPLES)
+    rate = DEFAULT_RATES[optimizer]
+    if own is not None:
+        rate = own[1] * TRANSFORMER_RATES[optimizer] / TRANSFORMER_RATES[own[0]]
+    return rate * min(_MOST_SCALED, samples / REFERENCE_SAMPLES)
 
 
 def rate_samples(optimizer: str, reduction: str, micro_batch: int, micro_batches: int) -> int:

@@ -363,10 +363,9 @@ def _default_rate(values: Values, schema: Schema) -> Optional[float]:
     micro_batch, accumulation, replicas = (count or 0 for count in counts)
     if min(micro_batch, accumulation, replicas) < 1 or found["optimizer"] not in DEFAULT_RATES:
         return None
-    optimizer = schema.defaults.get("training.optimizer", found["optimizer"]) if of_task is not None else ""
-    factor = 1.0 if of_task is None else of_task / DEFAULT_RATES[optimizer]
+    own = None if of_task is None else (schema.defaults.get("training.optimizer", usual.optimizer), of_task)
     samples = rate_samples(found["optimizer"], found["reduction"], micro_batch, accumulation * replicas)
-    return factor * default_rate(found["optimizer"], samples)
+    return default_rate(found["optimizer"], samples, own)
 
 
 def _whole_number(value: Any) -> Optional[int]:

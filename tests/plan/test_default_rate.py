@@ -44,8 +44,8 @@ def test_rates_of_other_tasks() -> None:
     language_model = schema_of("language-model")
     assert rate({}, language_model) == 2e-3
     assert rate({"batch_size": 16}, language_model) == pytest.approx(4e-3)
-    assert rate({"optimizer": "sgd"}, language_model) == pytest.approx(0.2)
-    assert rate({"optimizer": "sgd"}, schema_of("hf-causal-lm")) == pytest.approx(5e-3)
+    assert rate({"optimizer": "sgd"}, language_model) == pytest.approx(0.05)
+    assert rate({"optimizer": "lamb"}, schema_of("hf-causal-lm")) == pytest.approx(5e-4)
     own = Schema(defaults={"training.learning_rate": 0.02}, scales_rate=False)
     assert rate({"batch_size": 64, "optimizer": "adam"}, own) == 0.02, "what a task of the user says holds"
     assert rate({"batch_size": 16}, Schema(scales_rate=False)) == pytest.approx(0.2)
