@@ -7,12 +7,13 @@ import io
 import os
 import warnings
 from contextvars import ContextVar
-from typing import Any, Callable, Iterator, Optional
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Optional
 
 from raypod.errors import ConfigError
 from raypod.runs.media import Kind
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Log = Callable[[Kind, str, bytes], None]
 _MAX_SIDE = 4096  # pixels
@@ -102,6 +103,8 @@ def _png(image: Any) -> bytes:
 
 def _pixels(image: Any) -> np.ndarray:
     """Return uint8 [height, width, channels] of a tensor or an array. ConfigError if it is no image."""
+    import numpy as np  # as above
+
     if hasattr(image, "detach"):
         image = image.detach().cpu()
         image = image.float() if image.is_floating_point() else image

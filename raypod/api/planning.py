@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Sequence
@@ -119,6 +120,7 @@ def plan_from(
     run_dir = run_folder.choose(config)
     check_copies(config, len(cluster.hosts))
     plan = with_fleet(make_plan(config, cluster, facts_of(config, is_dry), run_dir))
+    plan = dataclasses.replace(plan, has_default_rate=resolve.has_default_rate(values, schema))
     window_of(plan)
     if ":" in config.training.lr_schedule:
         with sdk.importable(config.run.device):

@@ -249,7 +249,13 @@ class TrainingSection(Section):
     epochs: int = Field(15, ge=1, le=100_000, description="passes over the training split")
     updates: Optional[int] = Field(None, ge=1, description="stop after this many updates")
     optimizer: Literal["sgd", "adam", "adamw", "lamb", "rmsprop"] = Field("sgd", description="poptorch.optim class")
-    learning_rate: float = Field(0.1, gt=0, allow_inf_nan=False, description="peak learning rate")
+    learning_rate: float = Field(
+        0.1,
+        gt=0,
+        allow_inf_nan=False,
+        description="peak learning rate; the default is that of sgd for 32 samples per update (adam, adamw, rmsprop: "
+        "0.001, lamb: 0.01), and is scaled linearly with them, at most 4-fold",
+    )
     lr_schedule: str = Field(
         "cosine",
         description="learning rate over the whole run: constant, step, exponential, linear, cosine, polynomial, or "

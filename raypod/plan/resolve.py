@@ -24,8 +24,10 @@ from raypod.plan.config import (
     Config,
     DataSection,
     TaskOptions,
+    TrainingSection,
     fields,
 )
+from raypod.plan.default_rate import DEFAULT_RATES, default_rate, rate_samples
 from raypod.plan.layout import CHECKPOINTS, CONFIG, SEAL, is_run_folder
 from raypod.plan.pod_section import PodSection
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
@@ -54,12 +56,16 @@ class Schema(NamedTuple):
     Attributes:
         options: the class of the task's own options, keys of the section `task`.
         defaults: of other keys, by section.key.
+        scales_rate: the default learning rate, in `defaults` or not, holds for the default optimizer and global batch.
+            That of a task of the user is used as it is.
     """
 
     options: Type[TaskOptions] = TaskOptions
     defaults: Mapping[str, Any] = MappingProxyType({})
+    scales_rate: bool = True  # the default learning rate follows the optimizer and the global batch
 
 
+_RATE_KEYS = ("optimizer", "batch_size", "gradient_accumulation", "reduction")  # on which the default rate depends
 NO_SCHEMA = Schema()  # of a task without options
 remote_runs: Dict[str, Path] = {}  # local copies of remote runs, by the URL of `--resume`
 
@@ -235,6 +241,9 @@ def from_values(
     """
     check_keys(values, source, schema)
     derived = _derive_counts(values, cluster_instances)
+    rate = _default_rate(derived, schema)
+    if rate is not None:
+        derived.setdefault("training", {})["learning_rate"] = rate
     for name, value in schema.defaults.items():
         section, _, key = name.partition(".")
         derived.setdefault(section, {}).setdefault(key, value)
@@ -334,6 +343,29 @@ def _derive_counts(values: Mapping[str, Mapping[str, Any]], cluster_instances: O
     if pod.get("replicas") is None and instances and instances > 0:  # round the default up to a multiple
         pod["replicas"] = -(-total // instances) * instances
     return derived
+
+
+def has_default_rate(values: Mapping[str, Mapping[str, Any]], schema: Schema) -> bool:
+    """Return whether the learning rate follows from the optimizer and the global batch."""
+    is_of_task = "training.learning_rate" in schema.defaults and not schema.scales_rate
+    return not is_of_task and values.get("training", {}).get("learning_rate") is None
+
+
+def _default_rate(values: Values, schema: Schema) -> Optional[float]:
+    """Return the default learning rate; None if the values have one, or cannot be used, which validation rejects."""
+    training, pod, of_task = values.get("training", {}), values["pod"], schema.defaults.get("training.learning_rate")
+    if not has_default_rate(values, schema):
+        return None
+    usual = TrainingSection()
+    found = {key: training.get(key, schema.defaults.get(f"training.{key}", getattr(usual, key))) for key in _RATE_KEYS}
+    counts = [_whole_number(found[key]) for key in ("batch_size", "gradient_accumulation")]
+    counts.append(_whole_number(pod.get("replicas") or PodSection().replicas))
+    micro_batch, accumulation, replicas = (count or 0 for count in counts)
+    if min(micro_batch, accumulation, replicas) < 1 or found["optimizer"] not in DEFAULT_RATES:
+        return None
+    own = None if of_task is None else (schema.defaults.get("training.optimizer", usual.optimizer), of_task)
+    samples = rate_samples(found["optimizer"], found["reduction"], micro_batch, accumulation * replicas)
+    return default_rate(found["optimizer"], samples, own)
 
 
 def _whole_number(value: Any) -> Optional[int]:

@@ -9,6 +9,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.plan import ipu_options, shipped
 from raypod.plan.cluster import Host, VipuPartition
+from raypod.plan.default_rate import rate_samples, scaling_text
 from raypod.plan.elastic import smaller_plans
 from raypod.plan.placement import (
     InstanceSpec,
@@ -96,6 +97,7 @@ def render(plan: Plan, width: Optional[int] = None, is_verbose: bool = False) ->
         ),
         *_data_rows(plan),
         ("model", f"{plan.task.model}, precision {training.precision}, {training.optimizer}"),
+        ("optimizer", _optimizer(plan)),
         (
             "length",
             f"{counted(plan.total_updates, 'update')}, {_per_epoch(plan)}, {counted(len(plan.segments()), 'segment')}",
@@ -133,6 +135,7 @@ def render_brief(plan: Plan, width: Optional[int] = None) -> str:
         *_data_rows(plan),
         ("length", f"{counted(plan.total_updates, 'update')}{f', {_per_epoch(plan)}' if is_cut else epochs}"),
         ("global batch", f"{batch} = {geometry.global_batch_size} {plan.task.samples_are} per update"),
+        *([("optimizer", _optimizer(plan))] if _scaling(plan) else ()),
         ("pod", hosts),
         *_file_rows(plan),
         ("placement", f"{size} x {counted(geometry.ipus_per_replica, 'IPU')} = {_total_ipus(plan)}"),
@@ -144,6 +147,21 @@ def render_brief(plan: Plan, width: Optional[int] = None) -> str:
         ("run folder", shown_path(plan.run_dir)),
     ]
     return "\n".join(aligned(rows, width))
+
+
+def _optimizer(plan: Plan) -> str:
+    scaling, training = _scaling(plan), plan.config.training
+    schedule = f"{training.lr_schedule}, {counted(training.warmup_updates, 'update')} of warm-up"
+    scaled = f"{scaling}; " if scaling else ""
+    return f"{training.optimizer}, learning rate {training.learning_rate:.4g} ({scaled}{schedule})"
+
+
+def _scaling(plan: Plan) -> Optional[str]:
+    """Return how the default learning rate is scaled with the global batch; None if it is not."""
+    training, geometry = plan.config.training, plan.geometry
+    micro_batches = training.gradient_accumulation * geometry.total_replicas
+    samples = rate_samples(training.optimizer, training.reduction, training.batch_size, micro_batches)
+    return scaling_text(training.learning_rate, samples) if plan.has_default_rate else None
 
 
 def render_topology(placement: Placement, num_ilds: Optional[int]) -> str:

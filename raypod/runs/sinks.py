@@ -10,8 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, Union
 
-import numpy as np
-
 from raypod.errors import ConfigError, RunError
 from raypod.events import CheckpointBegun, EvaluationDone, Event, Repaired, Resized, RunEnded, RunStarted, UpdateDone
 from raypod.plan import user_code
@@ -251,7 +249,8 @@ class TensorBoardWriter(Sink):
         if media.kind == "text":
             self._keep([_Entry("add_text", media.name, media.content.decode(), media.update)])
             return
-        from PIL import Image  # planning works without Pillow
+        import numpy as np  # planning imports this module, and works without Pillow
+        from PIL import Image
 
         pixels = np.asarray(Image.open(io.BytesIO(media.content)))
         formats = {"dataformats": "HW" if pixels.ndim == 2 else "HWC"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Sequence, Tuple
 
 import poptorch
 import torch
@@ -43,8 +43,9 @@ def build_optimizer(config: Config, groups: Sequence[Dict[str, Any]]) -> Any:
     """Return the poptorch optimizer of a config, as of update 0, for a task's parameter groups.
 
     Raises:
-        ConfigError: a group has a key that the optimizer does not have.
+        ConfigError: there are optimizers in place of groups, or a group has a key that the optimizer does not have.
     """
+    groups = _checked_groups(groups)
     training = config.training
     chosen = _OPTIMIZERS[training.optimizer]
     accumulator, states = _optimizer_dtypes(training)
@@ -71,6 +72,24 @@ def build_optimizer(config: Config, groups: Sequence[Dict[str, Any]]) -> Any:
             f"group are {', '.join(sorted(known))}"
         )
     return optimizer
+
+
+def _checked_groups(groups: Any) -> List[Dict[str, Any]]:
+    """Return the groups that a task returned. ConfigError if it returned something else, as optimizers."""
+    is_one = isinstance(groups, (Mapping, torch.optim.Optimizer)) or not isinstance(groups, Iterable)
+    listed: List[Any] = [groups] if is_one else list(groups)
+    if isinstance(groups, Mapping):
+        raise ConfigError("parameter_groups of the task returned one dict; it returns a list of groups: [{...}]")
+    wrong = [each for each in listed if not isinstance(each, Mapping) or "params" not in each]
+    if wrong or not listed:
+        is_optimizer = any(isinstance(each, torch.optim.Optimizer) for each in wrong)
+        one = "; a model has one optimizer, --optimizer: parameters with a rate of their own are a group with `lr`"
+        shown = f"a {type(wrong[0]).__name__}" if wrong else "no group"
+        raise ConfigError(
+            f"parameter_groups of the task returned {shown}; it returns a list of groups, as in "
+            f'[{{"params": list(network.parameters())}}]{one if is_optimizer else ""}'
+        )
+    return listed
 
 
 def optimizer_bytes(training: TrainingSection) -> int:

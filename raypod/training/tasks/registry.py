@@ -100,7 +100,7 @@ def schema_of(name: str) -> resolve.Schema:
         return resolve.Schema(_BY_NAME[name].options, _BY_NAME[name].defaults)
     task = _user_class(name)
     flags.check_options(name, task.Options)
-    return resolve.Schema(task.Options, task.defaults)
+    return resolve.Schema(task.Options, task.defaults, scales_rate=False)
 
 
 def load_config(path: Path, trusted: Collection[str] = ()) -> Config:

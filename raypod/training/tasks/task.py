@@ -29,6 +29,8 @@ _RESERVED = {  # keys of metrics.jsonl, evaluations.jsonl, a checkpoint's manife
     *TRACES,
     *("seconds_to_first_update", "seconds_to_start", "weights_sha256", "ema_sha256", "stopped_early"),
 }
+# What tasks of other libraries create optimizers with.
+_OF_OTHERS = ("configure_optimizers", "create_optimizer", "optimizers")
 
 
 class Task(abc.ABC):
@@ -159,6 +161,12 @@ class Task(abc.ABC):
             source.check_batches(self.config.training.seed)
         if place is not None and self._packed_size is None:
             raise ConfigError(f"--data-dir has no effect on the task {name}, whose own `load` loads its data: omit it")
+        for attribute in _OF_OTHERS:
+            if callable(getattr(self, attribute, None)):
+                raise ConfigError(
+                    f"task {name}: {attribute} has no effect: a compiled model has one optimizer, --optimizer, whose "
+                    "groups `parameter_groups` returns; two optimizers, as of a GAN, are two programs"
+                )
         metrics = _checked_metrics(self.metrics, self.test_metrics, self.best, name)
         if self.test_metrics and not self.predictions:
             raise ConfigError(f"task {name}: test_metrics are computed of predictions; name those in `predictions`")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List, Optional
 
 import pytest
+import torch
 from torch import nn
 
 from raypod.errors import ConfigError
@@ -78,3 +79,29 @@ def test_the_loss_scaling_and_that_of_a_combined_velocity_change_together(
     assert len(device.rates) == 0
     assert [scalings(end), scalings(end + 1)] == [[32.0, velocity or 32.0]] * 2
     assert len(device.rates) == 1
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (
+            lambda network: torch.optim.SGD(network.parameters(), lr=0.1),
+            "returned a SGD; .*; a model has one optimizer",
+        ),
+        (lambda network: [torch.optim.Adam(network.parameters())] * 2, "returned a Adam; .*a group with `lr`"),
+        (lambda network: {"params": list(network.parameters())}, "returned one dict; it returns a list of groups"),
+        (lambda network: list(network.parameters()), "returned a Parameter; it returns a list of groups"),
+        (lambda network: [], "returned no group; it returns a list of groups"),
+        (lambda network: None, "returned a NoneType; it returns a list of groups"),
+    ],
+)
+def test_optimizers_in_place_of_groups_are_refused_with_the_reason(
+    make: Callable[..., Plan], made: Any, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"parameter_groups of the task {words}"):
+        optimizers.build_optimizer(make().config, made(nn.Linear(2, 2)))
+
+
+def test_groups_can_be_any_iterable(make: Callable[..., Plan]) -> None:
+    groups: Any = ({"params": [each]} for each in nn.Linear(2, 2).parameters())
+    assert len(optimizers.build_optimizer(make().config, groups).param_groups) == 2

@@ -116,6 +116,16 @@ def test_the_parts_of_instances_are_sorted_by_sample() -> None:
     assert (found["x"] == 10 * found[SAMPLE]).all()
 
 
+def test_optimizers_of_other_libraries_are_refused_with_the_reason(tmp_path: Path) -> None:
+    class Gan(Ordered):
+        def configure_optimizers(self) -> Any:
+            return []
+
+    with pytest.raises(ConfigError, match=r"configure_optimizers has no effect: a compiled model has one optimizer"):
+        fit(Gan, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("task", "words"),
     [
