@@ -26,6 +26,8 @@ SIZES: Dict[str, DecoderSize] = {
     "tiny": DecoderSize(2, 4, 128),
     "small": DecoderSize(6, 6, 384),
     "gpt2": DecoderSize(12, 12, 768),
+    "gpt2-medium": DecoderSize(24, 16, 1024),
+    "gpt2-large": DecoderSize(36, 20, 1280),
 }
 _STD = 0.02  # of initial weights, as GPT-2
 

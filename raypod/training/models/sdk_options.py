@@ -51,7 +51,11 @@ def overlap_mode(config: Config) -> Any:
 
 
 def _keep_output(module: nn.Module, inputs: Any, output: Any) -> Any:
-    return poptorch.recomputationCheckpoint(output) if module.training else output
+    if not module.training or output is None:
+        return output
+    if isinstance(output, (list, tuple)):  # one by one: of a list of one tensor, the SDK gives the list of its rows
+        return type(output)(_keep_output(module, inputs, each) for each in output)
+    return poptorch.recomputationCheckpoint(output)
 
 
 def _argument(value: Any) -> Any:

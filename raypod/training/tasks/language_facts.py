@@ -50,8 +50,10 @@ class TextOptions(TaskOptions):
 class LanguageOptions(TextOptions):
     """The options of the task language-model."""
 
-    size: Literal["tiny", "small", "gpt2"] = Field(
-        "tiny", description="layers x width of the decoder: tiny 2 x 128, small 6 x 384, gpt2 12 x 768"
+    size: Literal["tiny", "small", "gpt2", "gpt2-medium", "gpt2-large"] = Field(
+        "tiny",
+        description="layers x width of the decoder: tiny 2 x 128, small 6 x 384, gpt2 12 x 768, gpt2-medium 24 x 1024, "
+        "gpt2-large 36 x 1280",
     )
     tokenizer: Optional[str] = Field(
         None, description="file tokenizer.json of the package tokenizers (default: a token is a byte)"

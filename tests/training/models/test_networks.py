@@ -250,4 +250,7 @@ def test_the_sizes_are_those_of_the_help_text() -> None:
         patch.setattr(nn.init, "normal_", lambda tensor, **_: tensor)  # drawing 163 million numbers takes seconds
         network = Decoder(SIZES["gpt2"], 50257, 1024)
     assert sum(parameter.numel() for parameter in network.parameters()) == expected
-    assert [(size.layers, size.width) for size in SIZES.values()] == [(2, 128), (6, 384), (12, 768)]
+    assert [(size.layers, size.width) for size in SIZES.values()] == [
+        *((2, 128), (6, 384), (12, 768)),
+        *((24, 1024), (36, 1280)),  # GPT-2 medium and large
+    ]

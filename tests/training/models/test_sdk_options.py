@@ -118,6 +118,19 @@ def test_checkpoints_of_the_recomputation_are_the_outputs_of_modules_in_training
         sdk_options.keep_outputs(network, ["*.innr"])
 
 
+class OneInATuple(nn.Linear):
+    """Returns a tuple of one tensor, as the layers of transformers 4 do."""
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return (super().forward(inputs),)
+
+
+def test_the_checkpoint_of_a_module_with_a_tuple_of_one_tensor_is_that_tensor(make: Make) -> None:
+    plan = make(ipu={"recomputation": "all", "recomputation_checkpoints": "0"})
+    (found,) = program.finish_network(plan, nn.Sequential(OneInATuple(3, 4)))(torch.ones(2, 3))
+    assert found.shape == (2, 4)
+
+
 @pytest.mark.parametrize("mode", ["accumulation-loop", "device-iteration-loop"])
 def test_inputs_and_outputs_of_the_training_overlap(make: Make, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     found: List[Any] = []
