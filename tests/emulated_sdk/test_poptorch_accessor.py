@@ -76,6 +76,24 @@ def test_epochs_are_complete_and_in_order(access, workers, buffer_size):
         assert epoch(accessor) == list(range(20))
 
 
+class Unbounded(torch.utils.data.Dataset):
+    """A map-style data set that raises no IndexError behind its end."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return torch.tensor([index])
+
+
+def test_the_length_of_a_map_style_data_set_does_not_end_its_epoch(access):
+    # As in PopTorch, which iterates over it: only an IndexError of the data set ends the epoch.
+    accessor = access(Unbounded())
+    assert len(accessor) == 3
+    for _ in range(2):
+        assert [int(item) for item in itertools.islice(accessor, 7)] == list(range(7))
+
+
 @pytest.mark.parametrize("load_indefinitely", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_iteration_after_break_starts_a_new_epoch(access, load_indefinitely, workers):
@@ -205,7 +223,7 @@ def test_rebatching_tensors_of_different_sizes_raises_error(access):
 
 
 def test_iterable_and_indexable_data_sets(access):
-    assert [int(tensor[0]) for tensor in access(Numbers(3))] == [0, 1, 2]
+    assert [int(tensor[0]) for (tensor,) in access(torch.utils.data.TensorDataset(torch.arange(3)[:, None]))] == [0, 1, 2]
     assert epoch(access(torch.utils.data.DataLoader(Stream(6), 2, num_workers=2))) == [0, 2, 1, 3, 4, 5]
 
 

@@ -24,7 +24,8 @@ class AsynchronousDataAccessor:
     epoch. The constructor returns when the first element is loaded. Waits end at the latest when the process exits.
 
     Args:
-        dataset: a `poptorch.DataLoader`, or any iterable or indexable object.
+        dataset: a `poptorch.DataLoader`, or any iterable or indexable object. An IndexError ends the epoch of the
+            latter, not its length.
         buffer_size: number of elements in the ring buffer.
         miss_sleep_time_in_ms: validated only; a wait ends by an event, without polling intervals.
         load_indefinitely: prefetch the next epoch at the end of one.
