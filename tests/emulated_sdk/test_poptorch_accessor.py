@@ -193,13 +193,22 @@ def test_an_element_is_converted_to_the_dtype_of_the_first(access):
     assert [(batch.dtype, batch.tolist()) for batch in batches] == [(torch.float32, [1, 1]), (torch.float32, [3, 4])]
 
 
-def test_shorter_element_keeps_its_size(access):
-    data = torch.utils.data.DataLoader(Numbers(5), 2)
-    assert [len(batch) for batch in access(data)] == [2, 2, 1]
+def test_an_element_gets_the_shape_of_the_first(access):
+    # As in PopTorch, which copies it into a buffer of that shape.
+    assert [numbers(batch) for batch in access(torch.utils.data.DataLoader(Numbers(5), 2))] == [[0, 1], [2, 3], [4, 4]]
+    accessor = access(torch.utils.data.DataLoader(Numbers(5), 3))
+    next(iter(accessor))
+    with pytest.raises(AssertionError, match="first"):
+        next(accessor)
+
+
+def test_an_element_that_is_larger_than_the_rebatched_size_raises_error(access):
+    with pytest.raises(AssertionError, match="has 3 samples"):
+        access(loader(13, 3), rebatched_size=2)
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("size", [3, 5])
 def test_rebatched_size_joins_elements(access, drop_last, size):
     data = loader(13, 3, drop_last=drop_last)
     accessor = access(data, rebatched_size=size)
