@@ -232,8 +232,8 @@ def test_rebatching_tensors_of_different_sizes_raises_error(access):
 
 
 def test_iterable_and_indexable_data_sets(access):
-    assert [int(tensor[0]) for (tensor,) in access(torch.utils.data.TensorDataset(torch.arange(3)[:, None]))] == [0, 1, 2]
-    assert epoch(access(torch.utils.data.DataLoader(Stream(6), 2, num_workers=2))) == [0, 2, 1, 3, 4, 5]
+    assert [int(number) for (number,) in access(torch.utils.data.TensorDataset(torch.arange(3)))] == [0, 1, 2]
+    assert epoch(access(torch.utils.data.DataLoader(Stream(8), 2, num_workers=2))) == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_data_set_with_many_tensors_is_sent(access):
