@@ -149,7 +149,7 @@ class SlotWriter:
     """Copies elements into slots: each into one slot, or with `rebatched_size` joined into slots of that many samples.
 
     All elements must have the spec of the first, and tensors that can be expanded to its shapes, as PopTorch copies
-    them; with `rebatched_size` the same shapes except for dimension 0. Other dtypes are converted to those of the first.
+    them; with `rebatched_size` the same shapes except for dimension 0. Other dtypes are converted to the first one's.
 
     Raises:
         Error: with `rebatched_size`, the tensors of the first element differ in dimension 0, or are larger.
@@ -168,8 +168,8 @@ class SlotWriter:
         if rebatched_size is not None:
             if _samples(first) > rebatched_size:
                 raise Error(
-                    f"rebatched_size={rebatched_size}: the first element of the data set has {_samples(first)} samples, "
-                    "more than an element of the ring buffer"
+                    f"rebatched_size={rebatched_size}: the first element of the data set has {_samples(first)} "
+                    "samples, more than an element of the ring buffer"
                 )
             shapes = [torch.Size((rebatched_size, *tensor.shape[1:])) for tensor in first]
             self.layout = SlotLayout(tuple((tensor.dtype, shape) for tensor, shape in zip(first, shapes)))
