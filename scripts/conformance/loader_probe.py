@@ -293,6 +293,8 @@ def _parts(name: str, make: Callable[[], Any]) -> Iterator[Subject]:
         "next": next,
         "break": lambda loader: [copy.deepcopy(next(iter(loader))) for _ in range(3)],
     }
+    if "Async" in name and "shuffle" in name:
+        del parts["break"]  # how many orders PopTorch has drawn then depends on how far it has loaded ahead
     for is_terminated in (False, True):
         for part, use in parts.items():
 
