@@ -199,13 +199,12 @@ accepted with the same result and the same change of the state, or rejected by a
 - **core**: PopTorch passes the value on to its compiled core, which the comparison does not have.
 - **other**: the emulated SDK silently does something else. No row has an entry here.
 
-Data loaders load two epochs, of 9 samples in calls of 4, with and without worker processes, and as a process of two;
-not called are `AsynchronousDataAccessor`, the asynchronous modes, shuffling in several processes, and
-`sparse_allreduce_async`.
-`horovod.torch` is called on two ranks, which make the same calls with tensors of their own; not called
-is what measures time, and what ends the process with the real Horovod: a 0-d tensor or one number for `splits` of
-`alltoall`, invalid ranks of a process set. PopDist is not public: the judge of its options is the stand-in of the same
-scripts.
+Data loaders load two epochs, of 9 samples in calls of 4, with and without worker processes, in all modes, and as a
+process of two, which shuffles, too; a shuffled asynchronous epoch is not abandoned, as the next order depends on time
+in PopTorch. `horovod.torch` is called on two ranks, which make the same calls with tensors of their own; not called
+is `sparse_allreduce_async`, what measures time, and what ends the process with the real Horovod: a 0-d tensor or one
+number for `splits` of `alltoall`, invalid ranks of a process set. PopDist is not public: the judge of its options is
+the stand-in of the same scripts.
 
 | argument | kinds | rejected | message | core | other |
 |---|---|---|---|---|---|

@@ -24,6 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional
 
+import make_image_folder
 import numpy as np
 import yaml
 from conformance import process_group
@@ -57,7 +58,9 @@ class Program(NamedTuple):
         command: words after the interpreter.
         loss: a pattern of the losses in the output, in which LOSS stands for the number.
         cifar: (training, test) images of a generated CIFAR-10, and where the program expects it.
+        pictures: the number of pictures in a generated folder in ImageNet's layout, and where the program expects it.
         custom_ops: the module with its custom operators.
+        library: the compiled custom operators that it looks for before it loads them; an empty file.
         instances: 2 or more run under `raypod launch`.
         ipus: the IPUs of each replica, an option of `raypod launch`.
         requires: a package and its version, where the program fails with others.
@@ -71,7 +74,9 @@ class Program(NamedTuple):
     loss: str = ""
     extract: str = ""
     cifar: str = ""
+    pictures: str = ""
     custom_ops: str = ""
+    library: str = ""
     instances: int = 1
     ipus: int = 1
     requires: str = ""
@@ -122,6 +127,11 @@ class Workspace:
             return f"failed: {error}"
         if program.cifar:
             self._write_cifar(program.cifar, copy / program.folder)
+        if program.pictures:
+            count, where = program.pictures.split()
+            make_image_folder.write(copy / program.folder / where, train=int(count), test=2, classes=2)
+        if program.library:
+            (copy / program.folder / program.library).touch()
         log = self._folder / f"{program.name}.log"
         with log.open("w") as output:
             process = subprocess.Popen(

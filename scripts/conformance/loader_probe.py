@@ -149,6 +149,37 @@ _BASE: Makers = {
     "batch_size": lambda: 2,
     "async_options": lambda: dict(_FORK),
 }
+_ACCESSED: Makers = {
+    "DataLoader": lambda: poptorch.DataLoader(_options(), _samples(), 2),
+    "DataLoader, drop_last=False": lambda: poptorch.DataLoader(_options(), _samples(), 2, drop_last=False),
+    "DataLoader, process 1 of 2": lambda: poptorch.DataLoader(_distributed(1), _samples(), 2, shuffle=True),
+    "DataLoader, 2 workers": lambda: poptorch.DataLoader(_options(), _samples(), 2, num_workers=2),
+    "DataLoader, asynchronous": lambda: poptorch.DataLoader(
+        _options(), _samples(), 2, mode=poptorch.DataLoaderMode.Async, async_options=dict(_FORK)
+    ),
+    "DataLoader of torch": lambda: torch.utils.data.DataLoader(_samples(), 2),
+    "map-style": lambda: _samples(3),
+    "map-style without IndexError": lambda: _Words(False),
+    "dictionaries": lambda: [{"x": torch.ones(2), "y": torch.tensor(number)} for number in range(3)],
+    "other keys": lambda: [{"x": torch.ones(2)}, {"y": torch.ones(2)}],
+    "more keys": lambda: [{"x": torch.ones(2)}, {"x": torch.ones(2), "y": torch.ones(2)}],
+    "tensors": lambda: [torch.full((2,), float(number)) for number in range(5)],
+    "generator": lambda: (torch.full((2,), float(number)) for number in range(3)),
+    "tensors, of other sizes": lambda: [torch.ones(4, 2), torch.ones(3, 2)],
+    "tensors, of other dtypes": lambda: [torch.ones(2), torch.full((2,), 3)],
+    "nested tuples": lambda: [(torch.ones(2), (torch.ones(2), torch.ones(2)))],
+    "numbers": lambda: [1.0, 2.0],
+    "stream": _Stream,
+    "no samples": list,
+}
+_STRATEGIES: Makers = {
+    **{str(strategy): lambda strategy=strategy: strategy for strategy in poptorch.SharingStrategy},  # type: ignore[misc]
+    **{kind: KINDS[kind] for kind in ("None", "2", "'x'", "object")},
+}
+_OF_ACCESSOR: Makers = {
+    "dataset": _ACCESSED["DataLoader"],
+    "sharing_strategy": lambda: poptorch.SharingStrategy.Fork,
+}
 _MODES: Dict[str, Makers] = {
     "DataLoader": {},
     "DataLoader, drop_last=False": {"drop_last": lambda: False},
@@ -156,10 +187,25 @@ _MODES: Dict[str, Makers] = {
     "DataLoader, 2 workers": {"num_workers": lambda: 2},
     "DataLoader, batch_sampler": {"batch_size": lambda: 1, "batch_sampler": _SAMPLERS["BatchSampler"]},
     "DataLoader, process 1 of 2": {"options": _OPTIONS["Options, process 1 of 2"]},
+    "DataLoader, process 1 of 2, shuffle": {
+        "options": _OPTIONS["Options, process 1 of 2"],
+        "shuffle": lambda: True,
+        "num_workers": lambda: 2,
+    },
+    "DataLoader, Async": {"mode": lambda: poptorch.DataLoaderMode.Async},
+    "DataLoader, AsyncRebatched": {"mode": lambda: poptorch.DataLoaderMode.AsyncRebatched},
+    "DataLoader, Async, process 1 of 2, shuffle": {
+        "mode": lambda: poptorch.DataLoaderMode.Async,
+        "options": _OPTIONS["Options, process 1 of 2"],
+        "shuffle": lambda: True,
+        "num_workers": lambda: 2,
+    },
 }
 # The arguments that have values of all kinds where it is not all of them, as each call starts processes.
 _OF_BATCHES = ("options", "dataset", "batch_size", "shuffle", "drop_last", "batch_sampler", "num_workers")
 _VARIED: Dict[str, Tuple[str, ...]] = {
+    "2, shuffle": ("options", "shuffle", "drop_last", "num_workers", "persistent_workers", "mode"),
+    "Async": (*_OF_BATCHES, "rebatched_worker_size", "async_options"),
     "2 workers": (
         *("num_workers", "persistent_workers", "timeout", "prefetch_factor", "worker_init_fn"),
         *("multiprocessing_context", "collate_fn", "dataset", "rebatched_worker_size"),
@@ -178,6 +224,13 @@ def subjects() -> Iterator[Subject]:
         make = _maker(poptorch.DataLoader, _of_torch(), names)
         yield Subject(f"{name}()", make, base=base, kinds=_ALL, own_kinds=_OWN_KINDS)
         yield from _parts(name, lambda base=base: poptorch.DataLoader(**_made(base)))  # type: ignore[misc]
+    kind, name = poptorch.AsynchronousDataAccessor, "AsynchronousDataAccessor"
+    own_kinds = {**_OWN_KINDS, "dataset": _ACCESSED}
+    names = ("dataset", "buffer_size", "miss_sleep_time_in_ms", "load_indefinitely", "early_preload", "rebatched_size")
+    yield Subject(f"{name}()", _maker(kind, names=names), base=_OF_ACCESSOR, kinds=_ALL, own_kinds=own_kinds)
+    started = _maker(kind, names=("sharing_strategy",))  # PopTorch starts an interpreter for most values
+    yield Subject(f"{name}()", started, base=_OF_ACCESSOR, kinds=_STRATEGIES)
+    yield from _parts(name, lambda: kind(**_made(_OF_ACCESSOR)))
 
 
 def _made(base: Makers, *without: str) -> Dict[str, Any]:
@@ -240,6 +293,8 @@ def _parts(name: str, make: Callable[[], Any]) -> Iterator[Subject]:
         "next": next,
         "break": lambda loader: [copy.deepcopy(next(iter(loader))) for _ in range(3)],
     }
+    if "Async" in name and "shuffle" in name:
+        del parts["break"]  # how many orders PopTorch has drawn then depends on how far it has loaded ahead
     for is_terminated in (False, True):
         for part, use in parts.items():
 

@@ -76,6 +76,24 @@ def test_epochs_are_complete_and_in_order(access, workers, buffer_size):
         assert epoch(accessor) == list(range(20))
 
 
+class Unbounded(torch.utils.data.Dataset):
+    """A map-style data set that raises no IndexError behind its end."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return torch.tensor([index])
+
+
+def test_the_length_of_a_map_style_data_set_does_not_end_its_epoch(access):
+    # As in PopTorch, which iterates over it: only an IndexError of the data set ends the epoch.
+    accessor = access(Unbounded())
+    assert len(accessor) == 3
+    for _ in range(2):
+        assert [int(item) for item in itertools.islice(accessor, 7)] == list(range(7))
+
+
 @pytest.mark.parametrize("load_indefinitely", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_iteration_after_break_starts_a_new_epoch(access, load_indefinitely, workers):
@@ -175,13 +193,22 @@ def test_an_element_is_converted_to_the_dtype_of_the_first(access):
     assert [(batch.dtype, batch.tolist()) for batch in batches] == [(torch.float32, [1, 1]), (torch.float32, [3, 4])]
 
 
-def test_shorter_element_keeps_its_size(access):
-    data = torch.utils.data.DataLoader(Numbers(5), 2)
-    assert [len(batch) for batch in access(data)] == [2, 2, 1]
+def test_an_element_gets_the_shape_of_the_first(access):
+    # As in PopTorch, which copies it into a buffer of that shape.
+    assert [numbers(batch) for batch in access(torch.utils.data.DataLoader(Numbers(5), 2))] == [[0, 1], [2, 3], [4, 4]]
+    accessor = access(torch.utils.data.DataLoader(Numbers(5), 3))
+    next(iter(accessor))
+    with pytest.raises(AssertionError, match="first"):
+        next(accessor)
+
+
+def test_an_element_that_is_larger_than_the_rebatched_size_raises_error(access):
+    with pytest.raises(AssertionError, match="has 3 samples"):
+        access(loader(13, 3), rebatched_size=2)
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("size", [3, 5])
 def test_rebatched_size_joins_elements(access, drop_last, size):
     data = loader(13, 3, drop_last=drop_last)
     accessor = access(data, rebatched_size=size)
@@ -205,8 +232,8 @@ def test_rebatching_tensors_of_different_sizes_raises_error(access):
 
 
 def test_iterable_and_indexable_data_sets(access):
-    assert [int(tensor[0]) for tensor in access(Numbers(3))] == [0, 1, 2]
-    assert epoch(access(torch.utils.data.DataLoader(Stream(6), 2, num_workers=2))) == [0, 2, 1, 3, 4, 5]
+    assert [int(number) for (number,) in access(torch.utils.data.TensorDataset(torch.arange(3)))] == [0, 1, 2]
+    assert epoch(access(torch.utils.data.DataLoader(Stream(8), 2, num_workers=2))) == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_data_set_with_many_tensors_is_sent(access):

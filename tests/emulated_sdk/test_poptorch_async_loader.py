@@ -61,17 +61,20 @@ def test_short_batches_of_a_streams_workers_are_joined(load):
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_shuffled_windows_equal_the_reference(load, processes, workers):
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
+def test_shuffled_windows_equal_the_reference(load, processes, workers, persistent):
     samples, step = 53, 4
     per_process = step * (samples // (step * processes))
     generator = torch.Generator().manual_seed(11)
     orders = [torch.randperm(samples, generator=generator).tolist() for _ in range(3)]
     for process in range(processes):
         opts = options().randomSeed(11)
-        data = load(Numbers(samples), step, opts=opts, process=(process, processes), shuffle=True, num_workers=workers)
+        arguments = {"shuffle": True, "num_workers": workers, "persistent_workers": persistent}
+        data = load(Numbers(samples), step, opts=opts, process=(process, processes), **arguments)
         for number, order in enumerate(orders):
-            start = process * per_process + (samples % per_process if number % 2 == 0 else 0)
+            # Persistent workers keep the window of their first epoch, as PopTorch's do.
+            is_moved = persistent or number % 2 == 0
+            start = process * per_process + (samples % per_process if is_moved else 0)
             assert epoch(data) == order[start : start + per_process]
 
 

@@ -76,17 +76,20 @@ def test_processes_read_contiguous_parts(processes, samples):
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("processes", [2, 3])
-def test_shuffled_windows_equal_the_reference(processes, workers):
+def test_shuffled_windows_equal_the_reference(processes, workers, persistent):
     samples, step, epochs = 53, 4, 3
     per_process = step * (samples // (step * processes))
     generator = torch.Generator().manual_seed(11)
     orders = [torch.randperm(samples, generator=generator).tolist() for _ in range(epochs)]
     for process in range(processes):
-        data = loader(samples, step, process, processes, options().randomSeed(11), shuffle=True, num_workers=workers)
+        arguments = {"shuffle": True, "num_workers": workers, "persistent_workers": persistent}
+        data = loader(samples, step, process, processes, options().randomSeed(11), **arguments)
         for number in range(epochs):
-            start = process * per_process + (samples % per_process if number % 2 == 0 else 0)
+            # Persistent workers keep the window of their first epoch, as PopTorch's do.
+            is_moved = persistent or number % 2 == 0
+            start = process * per_process + (samples % per_process if is_moved else 0)
             assert epoch(data) == orders[number][start : start + per_process]
 
 

@@ -20,7 +20,6 @@ __all__ = [
     "cross_size",
     "global_process_set",
     "init",
-    "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",

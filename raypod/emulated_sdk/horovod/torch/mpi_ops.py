@@ -9,6 +9,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import _basics
 from horovod.torch._basics import *  # noqa: F403  # every name of its __all__
+from horovod.torch._basics import is_homogeneous as is_homogeneous  # not a name of horovod.torch, as in Horovod
 from horovod.torch._checks import checked_integer
 from horovod.torch._collectives import (
     Allgather,

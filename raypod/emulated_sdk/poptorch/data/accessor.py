@@ -19,20 +19,23 @@ class AsynchronousDataAccessor:
     """Iterates over `dataset` in another process, which fills a ring buffer in shared memory.
 
     It yields VIEWS of the ring buffer that are valid until the next `next()`: clone what must last longer. Elements are
-    tensors, flat tuples, lists or dictionaries of tensors, or values of a type with a registered parser. All have the
-    dtypes and shapes of the first, except that dimension 0 may be shorter. An iteration after a `break` starts a new
-    epoch. The constructor returns when the first element is loaded. Waits end at the latest when the process exits.
+    tensors, flat tuples, lists or dictionaries of tensors, or values of a type with a registered parser. All get the
+    dtypes and shapes of the first: as in PopTorch, a batch of one sample is repeated to its size, and another smaller
+    one is an error. An iteration after a `break` starts a new epoch. The constructor returns when the first element is
+    loaded. Waits end at the latest when the process exits.
 
     Args:
-        dataset: a `poptorch.DataLoader`, or any iterable or indexable object.
+        dataset: a `poptorch.DataLoader`, or any iterable or indexable object. An IndexError ends the epoch of the
+            latter, not its length.
         buffer_size: number of elements in the ring buffer.
         miss_sleep_time_in_ms: validated only; a wait ends by an event, without polling intervals.
         load_indefinitely: prefetch the next epoch at the end of one.
         early_preload: fill the ring buffer before the first iteration starts, instead of one element.
         sharing_strategy: how the data set is sent to the process. All but Fork pickle it and need
             `if __name__ == "__main__":` in the program.
-        rebatched_size: join elements along dimension 0 and yield this many samples at a time. A shorter last element
-            is dropped unless the data set is a `poptorch.DataLoader` with `drop_last=False`.
+        rebatched_size: join elements, whose first has at most that many samples, along dimension 0 and yield this
+            many at a time. A shorter last element is dropped unless the data set is a `poptorch.DataLoader` with
+            `drop_last=False`.
 
     Raises:
         poptorch.Error: the loader is already asynchronous; it combines batches with `drop_last=False`, and

@@ -144,7 +144,7 @@ class _Fetcher:
     def _load_epoch(self, dataset: Any) -> None:
         if self._writer is not None:
             self._writer.discard_partial()
-        for element in _iterate(dataset):
+        for element in dataset:
             tensors, spec = flatten_element(element)
             if self._writer is None:
                 self._writer = self._open_ring(tensors, spec)
@@ -255,11 +255,6 @@ def _set_up_process(header: RingHeader) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Threads here would compete with the replica threads, and a fork of a process with such threads would hang.
     torch.set_num_threads(1)
-
-
-def _iterate(dataset: Any) -> Iterator[Any]:
-    is_indexed = not hasattr(dataset, "__iter__") and hasattr(dataset, "__len__")
-    return (dataset[index] for index in range(len(dataset))) if is_indexed else iter(dataset)
 
 
 def _send(reports: Connection, report: Any) -> None:

@@ -20,7 +20,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
 
     combinedBatchSize = batch_size x device iterations x (replication factor // input group size) x accumulation.
     Each of several processes reads its own contiguous part. With `shuffle` the parts move at every `iter(loader)`, so
-    all processes must start the same number of epochs. The constructor freezes `options`.
+    all processes must start the same number of epochs; persistent workers keep the part of their first epoch. The
+    constructor freezes `options`.
 
     Args:
         mode: Sync loads in this process and in `num_workers` worker processes. Async loads in a data fetcher process,
@@ -288,8 +289,9 @@ class Partition(torch.utils.data.Dataset):  # type: ignore[type-arg]  # not gene
             self._leftovers = 0
         self._dataset = dataset
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
-        # In shared memory, so that persistent workers read the changes of `shuffle`.
-        self._offset = _shared(torch.tensor(self._base))
+        self._offset = self._base
+        # In shared memory, so that persistent workers read each epoch's order. As in the SDK, the offset is not: their
+        # window stays that of the epoch in which they start.
         self._order = None if seed is None else _shared(torch.arange(total))
 
     def shuffle(self) -> None:
@@ -299,20 +301,18 @@ class Partition(torch.utils.data.Dataset):  # type: ignore[type-arg]  # not gene
         """
         if self._order is not None:
             self._order.copy_(torch.randperm(len(self._order), generator=self._generator))
-            at_base = int(self._offset) == self._base
-            self._offset.fill_(self._base + self._leftovers if at_base else self._base)
+            self._offset = self._base + self._leftovers if self._offset == self._base else self._base
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
         # Not limited to the length, as in the SDK: a program may bring a sampler of the whole data set.
-        position = int(self._offset) + index
+        position = self._offset + index
         return self._dataset[position if self._order is None else int(self._order[position])]
 
     def unshare(self) -> None:
         """Stop sharing the order with the process that this copy comes from. Workers started later share it."""
-        self._offset = _shared(self._offset.clone())
         if self._order is not None:
             self._order = _shared(self._order.clone())
 

@@ -148,11 +148,11 @@ def memory_size(layout: SlotLayout, slots: int) -> int:
 class SlotWriter:
     """Copies elements into slots: each into one slot, or with `rebatched_size` joined into slots of that many samples.
 
-    All elements must have the spec and the shapes of the first, except that dimension 0 may be shorter, or with
-    `rebatched_size` of any size. Tensors of other dtypes are converted to those of the first element.
+    All elements must have the spec of the first, and tensors that can be expanded to its shapes, as PopTorch copies
+    them; with `rebatched_size` the same shapes except for dimension 0. Other dtypes are converted to the first one's.
 
     Raises:
-        Error: with `rebatched_size`, the tensors of the first element differ in dimension 0.
+        Error: with `rebatched_size`, the tensors of the first element differ in dimension 0, or are larger.
     """
 
     def __init__(
@@ -166,7 +166,11 @@ class SlotWriter:
         self._samples = 0  # samples in it
         self.layout = SlotLayout.of(first)
         if rebatched_size is not None:
-            _samples(first)
+            if _samples(first) > rebatched_size:
+                raise Error(
+                    f"rebatched_size={rebatched_size}: the first element of the data set has {_samples(first)} "
+                    "samples, more than an element of the ring buffer"
+                )
             shapes = [torch.Size((rebatched_size, *tensor.shape[1:])) for tensor in first]
             self.layout = SlotLayout(tuple((tensor.dtype, shape) for tensor, shape in zip(first, shapes)))
 
@@ -195,12 +199,10 @@ class SlotWriter:
         self._slot, self._samples = None, 0
 
     def _write_whole(self, tensors: List[torch.Tensor]) -> None:
-        is_short = any(tensor.shape != shape for tensor, (_, shape) in zip(tensors, self.layout.tensors))
-        rows = _samples(tensors) if is_short else WHOLE
         slot = self._next_slot()
         for target, tensor in zip(self._slots[slot], tensors):
-            (target[:rows] if is_short else target).copy_(tensor)
-        self._publish(rows, slot)
+            target.copy_(tensor)
+        self._publish(WHOLE, slot)
 
     def _join(self, tensors: List[torch.Tensor], size: int) -> None:
         samples, done = _samples(tensors), 0
@@ -220,16 +222,20 @@ class SlotWriter:
         if spec != self._spec or len(tensors) != len(self.layout.tensors):
             raise Error(f"An element is {spec}, but the first element is {self._spec}")
         for index, (tensor, (_, shape)) in enumerate(zip(tensors, self.layout.tensors)):
-            fits = tensor.shape == shape or (
-                tensor.dim() > 0
-                and tensor.shape[1:] == shape[1:]
-                and (self._rebatched_size is not None or tensor.shape[0] < shape[0])
-            )
+            if self._rebatched_size is None:
+                fits = _is_expandable(tensor.shape, shape)
+            else:
+                fits = tensor.dim() > 0 and tensor.shape[1:] == shape[1:]
             if not fits:
                 raise Error(
                     f"Tensor {index} of an element is {list(tensor.shape)}, but the slots of the ring buffer are "
                     f"{list(shape)}: all elements must match the first"
                 )
+
+
+def _is_expandable(shape: torch.Size, to: torch.Size) -> bool:
+    """Return whether a tensor of this shape can be copied to one of the shape `to`."""
+    return len(shape) <= len(to) and all(size in (1, other) for size, other in zip(shape[::-1], to[::-1]))
 
 
 def _samples(tensors: List[torch.Tensor]) -> int:
@@ -238,8 +244,8 @@ def _samples(tensors: List[torch.Tensor]) -> int:
     size = sizes.pop() if len(sizes) == 1 else None
     if size is None:
         raise Error(
-            f"The tensors of a batch have the shapes {[list(tensor.shape) for tensor in tensors]}: rebatching, and a "
-            "batch shorter than the first, need the same number of samples in dimension 0 of all tensors"
+            f"The tensors of a batch have the shapes {[list(tensor.shape) for tensor in tensors]}: rebatching "
+            "needs the same number of samples in dimension 0 of all tensors"
         )
     return size
 
