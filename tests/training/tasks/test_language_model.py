@@ -180,7 +180,7 @@ def weights_of(folder: Path) -> Dict[str, torch.Tensor]:
     [
         (["--sequence-length", "1"], "task.sequence_length = '1': must be at least 2"),
         (["--dropout", "1"], "task.dropout = '1': must be less than 1"),
-        (["--size", "huge"], "task.size = 'huge': must be 'tiny', 'small' or 'gpt2'"),
+        (["--size", "huge"], "task.size = 'huge': must be 'tiny', 'small', 'gpt2', 'gpt2-medium' or 'gpt2-large'"),
         (["--text", "/no/text"], "--text /no/text does not exist"),
         (["--sequence-length", "9000"], "use a smaller one, or more text"),
         (["--max-grad-norm", "1", "--optimizer", "lamb"], "poptorch.optim.LAMB cannot clip gradients"),
