@@ -23,6 +23,7 @@ SNIPPETS: List[Tuple[str, str]] = re.findall(r"<!-- run(?:: ([\w ]+))? -->\n```p
 PRINTED: Dict[str, str] = {
     "result.metrics": r"\d+\.\d+ [0-9a-f]{64}\n.*update-00000012\n$",
     "UntilAccurate": r"True the callback UntilAccurate requested it\n$",
+    "raypod.log_image": r"\['00000044-confusion.png', '00000088-confusion.png'\]\n$",
     "raypod.stream": r"\d+\n$",
     "raypod.run": r"\[\(0, 2\.5\), \(1, 2\.5\)\]\n$",
     "tune.Tuner": r"0\.\d+ \d+\.\d+\n$",

@@ -269,7 +269,8 @@ def test_a_tracker_whose_process_is_killed_is_started_again(fake: Path, make: An
     with TrackerProcesses(plan, warnings.append, 0.0) as running:
         running.on_event(RunStarted("emulated", "", 0, 1, ()))
         assert wait_until(lambda: has_recorded(1))
-        (child,) = psutil.Process().children()
+        module = "raypod.observe.trackers.process"
+        (child,) = [each for each in psutil.Process().children() if module in each.cmdline()]
         child.kill()
         append(run_dir / "metrics.jsonl", update(2))
         assert wait_until(lambda: has_recorded(2))
