@@ -60,7 +60,7 @@ class LanguageModel(Task):
     def example(self, samples: int) -> Batch:
         """See `Task.example`."""
         length, num_bytes = self.options.sequence_length, torch.zeros(samples, dtype=torch.int32)
-        if self.options.pack_sequences:
+        if getattr(self.options, "pack_sequences", False):
             zeros = torch.zeros(samples, length, dtype=torch.int32)
             return zeros, zeros.clone(), zeros.clone(), zeros.clone(), num_bytes
         return torch.zeros(samples, length + 1, dtype=torch.int32), num_bytes
