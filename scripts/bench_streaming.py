@@ -228,7 +228,7 @@ def main() -> None:
     shuffled.add_argument("--epochs", type=int, default=5)
     measured = commands.add_parser("speed")
     measured.add_argument("--peer", required=True, help="the interpreter that has mosaicml-streaming")
-    measured.add_argument("--samples", type=int, default=4000)
+    measured.add_argument("--samples", type=int, default=20_000)
     measured.add_argument("--sample-bytes", type=int, default=20_000)
     measured.add_argument("--shard-bytes", type=int, default=4_000_000)
     measured.add_argument("--window", type=int, default=4)

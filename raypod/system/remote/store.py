@@ -131,10 +131,12 @@ class Store:
                 self._connected().rmdir(self._path(name))
 
     def _connected(self) -> Any:
-        if self._fs is None:
-            self._fs, self._root = connect(self.url)
+        file_system = self._fs
+        if file_system is None:
+            file_system, self._root = connect(self.url)
+            self._fs = file_system  # last: another thread may wait for it
             self.progress_s = time.monotonic()
-        return self._fs
+        return file_system
 
     def _path(self, name: str) -> str:
         self._connected()

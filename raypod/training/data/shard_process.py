@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Set
 
 from raypod.system.files import parse_json
+from raypod.system.remote.backends import OBJECT_STORES
 from raypod.system.remote.errors import describe
 from raypod.system.remote.store import Store
+from raypod.system.urls import scheme_of
 from raypod.training.data.shard_cache import DamagedShard, ShardCache
 from raypod.training.data.shards import Shard
 
@@ -38,6 +40,7 @@ class _Downloader:
     def __init__(self, url: str, cache: ShardCache, answer: Callable[[Dict[str, Any]], object]) -> None:
         self._url, self._cache, self._answer = url, cache, answer
         self._wanted: Set[str] = set()
+        self._shared = Store(url) if scheme_of(url) in OBJECT_STORES else None  # their libraries permit it
         self._of_thread = threading.local()
 
     def download(self, shard: Shard) -> None:
@@ -66,6 +69,8 @@ class _Downloader:
                 self._wanted.discard(content["release"])
 
     def _store(self) -> Store:
+        if self._shared is not None:
+            return self._shared
         if not hasattr(self._of_thread, "store"):
             self._of_thread.store = Store(self._url)
         store: Store = self._of_thread.store
