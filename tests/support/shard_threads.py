@@ -1,13 +1,16 @@
-"""The process that downloads shards, as a thread."""
+"""The process that downloads shards, as a thread, and a working directory in which it is used."""
 
 from __future__ import annotations
 
 import json
 import queue
 import threading
+from pathlib import Path
 from typing import Any, Dict, Iterator, Optional
 
-from raypod.training.data import shard_process
+import pytest
+
+from raypod.training.data import shard_process, shard_stream
 from raypod.training.data.shard_cache import ShardCache
 
 
@@ -34,3 +37,12 @@ class InThread:
         self._lines.put(None)
         self._thread.join(60)
         self._answers.put(None)
+
+
+def enter_folder(folder: Path, module: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change into a folder with a module that can be imported and a cache of its own; downloads run in threads."""
+    (folder / f"{module}.py").write_text(code)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(shard_stream, "DownloadProcess", InThread)

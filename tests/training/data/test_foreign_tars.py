@@ -16,10 +16,10 @@ from PIL import Image
 
 from raypod import train
 from raypod.__main__ import main
-from raypod.training.data import registry, shard_stream, shards
+from raypod.training.data import registry, shards
 from raypod.training.tasks.registry import task_of_plan
 from tests.support.fed import equal, fed
-from tests.support.shard_threads import InThread
+from tests.support.shard_threads import enter_folder
 
 MODULE = """
 import io, numpy as np, raypod, torch
@@ -45,11 +45,7 @@ SIZES: Any = {"training": {"epochs": 2, "batch_size": 2}, "pod": {"replicas": 4,
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tar_modules.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(shard_stream, "DownloadProcess", InThread)
+    enter_folder(tmp_path, "tar_modules", MODULE, monkeypatch)
     Path("tars").mkdir()
 
 

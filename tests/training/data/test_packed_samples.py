@@ -18,13 +18,13 @@ from raypod import train
 from raypod.__main__ import main
 from raypod.errors import ConfigError
 from raypod.system.remote.store import Store
-from raypod.training.data import shard_stream, shards
+from raypod.training.data import shards
 from raypod.training.data.loading import SeededSamples
 from raypod.training.data.packed_samples import decode, encode, form_of
 from raypod.training.tasks.registry import task_of_plan
 from tests.support import ROOT
 from tests.support.fed import equal, fed
-from tests.support.shard_threads import InThread
+from tests.support.shard_threads import enter_folder
 
 MODULE = """
 import numpy as np, raypod, torch
@@ -90,11 +90,7 @@ SIZES: Any = {"training": {"epochs": 2, "batch_size": 2}, "pod": {"replicas": 4,
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "packed_modules.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(shard_stream, "DownloadProcess", InThread)
+    enter_folder(tmp_path, "packed_modules", MODULE, monkeypatch)
 
 
 def pack(*words: str) -> Path:
