@@ -8,8 +8,7 @@ torchrun in the same round. All times include the start of the interpreter:
 * raypod.train: it starts Ray on this host;
 * raypod.train, one instance: the same replicas in one instance, without Ray;
 * raypod.train, Ray runs: the same with `ray start --head`, which this script starts before and ends afterwards;
-* raypod.train, Ray runs with torch: the first run on a new head whose workers have imported torch before, because
-  it was started with RAY_enable_worker_prestart=1 and RAY_preload_python_modules=torch (Ray 2.50 or newer);
+* raypod.train, Ray runs with a template: the same on a head that was started by `raypod/pod/with_template.py`;
 * raypod plan, raypod plan --memory, raypod --help, import torch: until the process has ended.
 """
 
@@ -32,12 +31,11 @@ ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "torchrun"
 TARGETS = {
     "raypod.train": ("of torchrun", 1.1),
-    "raypod.train, Ray runs": ("s", 2.0),
-    "raypod.train, Ray runs with torch": ("s", 2.0),
+    "raypod.train, Ray runs with a template": ("s", 2.0),
     "raypod plan": ("s", 0.3),
     "raypod --help": ("s", 0.15),
 }
-PRELOADED = {"RAY_enable_worker_prestart": "1", "RAY_preload_python_modules": "torch"}
+TEMPLATE = ROOT / "raypod" / "pod" / "with_template.py"
 _RUN_S, _HEAD_S = 120, 60
 PEER = """
 import torch
@@ -96,13 +94,6 @@ def train(env: Dict[str, str], *flags: str) -> float:
         return float(json.loads(Path(folder, "run", "summary.json").read_text())["seconds_to_first_update"])
 
 
-def train_on_preloaded(env: Dict[str, str]) -> float:
-    with tempfile.TemporaryDirectory(prefix="rp") as folder:
-        joined = {**env, "RAY_TMPDIR": folder}
-        with running_ray({**joined, **PRELOADED}):
-            return train(joined)
-
-
 def command(*words: str) -> Callable[[Dict[str, str]], float]:
     """Return a function that returns the seconds of a command of this interpreter."""
 
@@ -117,12 +108,12 @@ def command(*words: str) -> Callable[[Dict[str, str]], float]:
 
 
 @contextlib.contextmanager
-def running_ray(env: Dict[str, str]) -> Iterator[None]:
-    """Run the head of a Ray cluster within the context."""
+def running_ray(env: Dict[str, str], *by: str) -> Iterator[None]:
+    """Run the head of a Ray cluster within the context; `by` are words before the command that starts it."""
     words = ["start", "--head", "--block", "--port=0", "--include-dashboard=false", "--disable-usage-stats"]
     ray = str(Path(sys.executable).parent / "ray")
     head = subprocess.Popen(
-        [ray, *words], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        [*by, ray, *words], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
         deadline = time.monotonic() + _HEAD_S
@@ -130,7 +121,7 @@ def running_ray(env: Dict[str, str]) -> Iterator[None]:
             if head.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit("ray start failed")
             time.sleep(0.1)
-        time.sleep(10)  # the head prestarts workers
+        time.sleep(10)
         yield
     finally:
         os.killpg(head.pid, signal.SIGTERM)  # `--block` ends the processes of Ray
@@ -143,12 +134,15 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="another checkout of raypod, measured in the same rounds")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="measure these besides torchrun")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="rs") as cold, tempfile.TemporaryDirectory(prefix="rw") as warm:
+    with contextlib.ExitStack() as stack:
+        cold, warm, forked = (
+            stack.enter_context(tempfile.TemporaryDirectory(prefix=each)) for each in ("rs", "rw", "rt")
+        )
         kinds: Dict[str, Tuple[Callable[[Dict[str, str]], float], str]] = {
             "raypod.train": (train, cold),
             "raypod.train, one instance": (lambda env: train(env, "--num-instances", "1"), cold),
             "raypod.train, Ray runs": (train, warm),
-            "raypod.train, Ray runs with torch": (train_on_preloaded, cold),
+            "raypod.train, Ray runs with a template": (train, forked),
             "raypod plan": (command("-m", "raypod", "plan"), cold),
             "raypod plan --memory": (command("-m", "raypod", "plan", "--memory"), cold),
             "raypod --help": (command("-m", "raypod", "--help"), cold),
@@ -158,16 +152,19 @@ def main() -> None:
             kinds = {name: kind for name, kind in kinds.items() if name in args.only}
         roots = {"": ROOT, **({", before": args.before.resolve()} if args.before else {})}
         taken: Dict[str, List[float]] = {BASELINE: []}
-        with running_ray(environment(ROOT, warm)) if "raypod.train, Ray runs" in kinds else contextlib.nullcontext():
-            for number in range(args.rounds + 1):  # the first one fills the page cache
-                found = {BASELINE: torchrun(environment(ROOT, cold))}
-                for suffix in list(roots)[:: -1 if number % 2 else 1]:
-                    for name, (measure, folder) in kinds.items():
-                        if not suffix or name not in ("import torch", "raypod plan --memory"):
-                            found[name + suffix] = measure(environment(roots[suffix], folder))
-                for name, value in found.items():
-                    taken.setdefault(name, []).extend([value] if number else [])
-                print(f"{number}: {found}", file=sys.stderr, flush=True)
+        if "raypod.train, Ray runs" in kinds:
+            stack.enter_context(running_ray(environment(ROOT, warm)))
+        if "raypod.train, Ray runs with a template" in kinds:
+            stack.enter_context(running_ray(environment(ROOT, forked), sys.executable, str(TEMPLATE)))
+        for number in range(args.rounds + 1):  # the first one fills the page cache
+            found = {BASELINE: torchrun(environment(ROOT, cold))}
+            for suffix in list(roots)[:: -1 if number % 2 else 1]:
+                for name, (measure, folder) in kinds.items():
+                    if not suffix or name not in ("import torch", "raypod plan --memory"):
+                        found[name + suffix] = measure(environment(roots[suffix], folder))
+            for name, value in found.items():
+                taken.setdefault(name, []).extend([value] if number else [])
+            print(f"{number}: {found}", file=sys.stderr, flush=True)
     print("| from the command | s | of torchrun | target |\n|---|---|---|---|")
     for name, values in taken.items():
         ratio = statistics.median(a / b for a, b in zip(values, taken[BASELINE]))

@@ -210,6 +210,10 @@ _BOTH = [
         "RAY_TMPDIR can be a folder of another user; check it: python3 ~/raypod/source/raypod/system/private.py "
         "$RAY_TMPDIR || exit 1",
     ),
+    (
+        r"/pod/with_template\.py ",
+        "each worker imports torch anew; start Ray with python ~/raypod/source/raypod/pod/with_template.py ray start",
+    ),
     (r"--min-worker-port", "the worker ports are not fixed; use --min-worker-port and --max-worker-port"),
 ]
 _EXPECTED = {

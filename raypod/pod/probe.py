@@ -27,6 +27,7 @@ _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
 _TOOL_S = 20.0
 _PEER_S = 3.0
 _MARK = b"RAYPOD_CLUSTER="
+_TEMPLATE = "/worker_template.py"  # of the workers of a raylet, with which it ends
 _UNKNOWN_OWNER = {"pid": None, "program": None, "cluster": None, "is_ray": False, "is_orphan": False}
 _BEGIN = "--- environment ---"
 _ENABLE_SDK = (
@@ -268,8 +269,9 @@ def _cluster_of(pid: int) -> Optional[str]:
 
 
 def _has_raylet(pid: int) -> bool:
-    """Return whether a raylet has started a process: its agents and workers outlive it for some seconds."""
-    return any(_text(Path(f"/proc/{each}/cmdline")).split("\0")[0].endswith("/raylet") for each in _ancestry(pid))
+    """Return whether a raylet, or the template of one, has started a process: its agents and workers outlive it."""
+    commands = [_text(Path(f"/proc/{each}/cmdline")).split("\0") for each in _ancestry(pid)]
+    return any(words[0].endswith("/raylet") or words[1:2] and words[1].endswith(_TEMPLATE) for words in commands)
 
 
 def _ancestry(pid: int) -> Iterator[int]:

@@ -61,7 +61,6 @@ def select(device: str) -> Sdk:
         return Sdk("ipu", f"Poplar SDK (poptorch {version}){_without_effect()}{without_horovod()}")
     if device == "ipu":
         raise SdkError("--device ipu: poptorch is installed but finds no IPU here; configure a partition")
-    _remove_modules()
     return _use_emulated(f"poptorch {version} finds no IPU here")
 
 
@@ -125,6 +124,9 @@ def _without_effect() -> str:
 
 
 def _use_emulated(reason: str) -> Sdk:
+    real = sys.modules.get("poptorch")  # imported above, or by the template of this host's workers
+    if real is not None and not str(real.__file__).startswith(activation.FOLDER):
+        _remove_modules()
     activation.activate()
     return Sdk("emulated", f"emulated SDK on CPU ({reason})")
 

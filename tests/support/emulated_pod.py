@@ -120,7 +120,8 @@ def cluster_file(hosts: int, head: int = 1, lost: Sequence[int] = ()) -> str:
         .replace("10.0.0.", f"{NETWORK}.")
         .replace("ssh_user: ubuntu", "ssh_user: root")
     )
-    return text.replace("ray start ", f"{PRIORITY}ray start --num-cpus=1 ").replace("=500000000", "=80000000")
+    text = text.replace("    python ~/raypod", f"    {PRIORITY}python ~/raypod").replace("=500000000", "=80000000")
+    return text.replace("ray start ", "ray start --num-cpus=1 ")
 
 
 def copy_source(folder: Path, hosts: int) -> None:

@@ -19,6 +19,7 @@ FAKE = {
 
 
 SELECT = """
+{before}
 from raypod import errors
 from raypod.system import sdk
 from raypod.system.emulated import telemetry
@@ -57,12 +58,22 @@ def test_the_selection_of_an_installed_sdk(
         (tmp_path / "poptorch.py").write_text(FAKE[installed])
         (tmp_path / "popdist.py").write_text("")
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "EMULATED_POD_STRICT": strict}
-    words = [sys.executable, "-c", SELECT.format(device=device)]
+    words = [sys.executable, "-c", SELECT.format(device=device, before="")]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith(begins), done.stderr
     assert contains.format(folder=tmp_path) in done.stdout
     assert ("| waited None" in done.stdout) is begins.startswith("ipu")  # the Poplar SDK does not measure it
     assert (NO_EFFECT in done.stdout) is (strict == "1")
+
+
+def test_the_emulated_sdk_replaces_one_that_was_imported_before(processes: None, tmp_path: Path) -> None:
+    (tmp_path / "poptorch.py").write_text(FAKE["with_ipus"])
+    program = SELECT.format(device="emulated", before="import poptorch")  # by the template of the workers
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert "emulated_sdk/poptorch" in done.stdout, done.stderr
 
 
 HANDLERS = """

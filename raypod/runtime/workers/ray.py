@@ -47,8 +47,14 @@ class RayFleet:
         # An instance that responds handles a request during a segment at once. One that does not is silent before this.
         self._segment_bound = (self._bounds.silent_after_s + self._bounds.stop_timeout_s, "run.stop_timeout_s")
         hint = functools.partial(way_to_continue, plan.run_dir)
-        session = (plan.placement, plan.config.pod.cluster, "torch", self._start_bound)
-        self._session = RaySession(*session, hint, "--fleet inline --num-instances 1, which needs no Ray")
+        self._session = RaySession(
+            plan.placement,
+            plan.config.pod.cluster,
+            has_template=True,
+            start_bound=self._start_bound,
+            hint=hint,
+            without_ray="--fleet inline --num-instances 1, which needs no Ray",
+        )
         self._ray: Any = None
         self._killer: Optional[ProcessKiller] = None
         self._reservation: Optional[Reservation] = None

@@ -13,6 +13,7 @@ import time
 from typing import Any, Iterator
 
 from raypod.runtime.workers import ray_reaper
+from raypod.runtime.workers.ray_template import Template
 from raypod.system.process import script_command
 
 _REAPER_S = 10.0  # longer than the reaper takes
@@ -20,9 +21,12 @@ _RAY_WAITS_S = 30.0
 
 
 class RayProcesses:
-    """Starts the reaper; `close` or the end of this process lets it kill the processes of the Ray session."""
+    """Starts the reaper, which kills the processes of the Ray session upon `close` or the end of this process.
 
-    def __init__(self) -> None:
+    With `has_template`, the workers of the session are forked from a template.
+    """
+
+    def __init__(self, has_template: bool) -> None:
         null = subprocess.DEVNULL
         self._reaper = subprocess.Popen(
             script_command(str(ray_reaper.__file__)),
@@ -32,6 +36,9 @@ class RayProcesses:
             cwd="/",
             start_new_session=True,
         )
+        self._template = Template(start_new_session=True) if has_template else None
+        if self._template is not None:
+            self._register(self._template.pid)
 
     @contextlib.contextmanager
     def started_by(self, services: Any) -> Iterator[None]:
@@ -45,12 +52,15 @@ class RayProcesses:
 
         services.ConsolePopen = start
         try:
-            yield
+            with self._template.used_by(services) if self._template else contextlib.nullcontext():
+                yield
         finally:
             services.ConsolePopen = before
 
     def close(self) -> None:
         """Kill what is left of the Ray session, and wait for the reaper, for at most 10 s."""
+        if self._template is not None:
+            self._template.close()
         assert self._reaper.stdin is not None
         self._reaper.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the kernel cannot end; the reaper waits

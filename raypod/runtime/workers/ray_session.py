@@ -67,6 +67,7 @@ class RaySession:
         placement: Placement,
         cluster_file: Optional[str] = None,
         preload: str = "",
+        has_template: bool = False,
         start_bound: Tuple[float, str] = _START_BOUND,
         hint: Callable[[], str] = lambda: "start this command again",
         without_ray: str = "",
@@ -75,12 +76,14 @@ class RaySession:
 
         Args:
             preload: A module that the workers of a local session import while it starts, if Ray supports that.
+            has_template: Whether the workers of a local session are forked from a process that has imported torch.
             start_bound: The longest time to start a local session, and the setting of it. Joining a running cluster is
                 bounded by Ray's own timeouts, too.
             hint: returns, for the error message if Ray's head is lost: what to do once Ray runs again.
             without_ray: for the error message if no local session starts: how the same is done without Ray.
         """
-        self._placement, self._cluster_file, self._preload = placement, cluster_file, preload
+        self._placement, self._cluster_file = placement, cluster_file
+        self._preload, self._has_template = preload, has_template
         self._start_bound = start_bound
         self._hint, self._without_ray = hint, without_ray
         self._started_here = False
@@ -132,10 +135,11 @@ class RaySession:
         bound_s, began_s = self._start_bound[0], time.monotonic()
         try_s = shortest_s = max(1, int(bound_s * _TRIES[0]))
         with environment_variables(self._variables(try_s)):
-            ray = importlib.import_module("ray")
             for number in range(1, len(_TRIES) + 1):
                 os.environ[_RAYLET_ATTEMPTS] = str(number * _CONNECT_ATTEMPTS)
+                self._processes = RayProcesses(self._has_template)  # its template imports while this process does
                 try:
+                    ray = importlib.import_module("ray")
                     self._start_processes(ray, try_s)
                     break
                 except Exception as error:  # Ray raises this very class if its processes do not start in time
@@ -149,7 +153,8 @@ class RaySession:
         return ray
 
     def _start_processes(self, ray: Any, try_s: int) -> None:
-        self._processes, services = RayProcesses(), ray._private.services
+        assert self._processes is not None
+        services = ray._private.services
         with _keep_sigterm_handler(ray), only_needed(ray), self._processes.started_by(services), patient(
             services, try_s
         ):

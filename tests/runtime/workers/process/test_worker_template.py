@@ -1,0 +1,168 @@
+"""The template of a host's workers: what a forked worker gets, when none is forked, and when it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional
+
+import psutil
+import pytest
+
+from raypod.runtime.workers import ray_template, worker_template
+from tests.support.bounded import wait_until
+
+WITHIN_S = 60.0
+# Instead of Ray's: writes what it got.
+WORKER = """
+import json, os, resource, sys, threading
+from pathlib import Path
+try:
+    import added
+except ImportError:
+    added = None
+name = Path("/proc/self/cmdline").read_text().split(chr(0))[1].rpartition("/")[2]
+print(json.dumps({
+    "pid": os.getpid(), "script": name, "arguments": sys.argv, "folder": os.getcwd(), "path": sys.path[0],
+    "environment": dict(os.environ), "niceness": os.nice(0), "main": sys.modules["__main__"].__file__,
+    "has_torch": "torch" in sys.modules, "has_raypod": "raypod" in sys.modules, "ray": "ray" in sys.modules,
+    "added": getattr(added, "__file__", None), "read": os.read(7, 100).decode(),
+}))
+"""
+
+
+class Services:
+    """Starts processes like `ray._private.services`."""
+
+    def __init__(self) -> None:
+        self.command: List[str] = []
+        self.environment: Dict[str, str] = {}
+
+    def ConsolePopen(self, command: List[str], env: Optional[Dict[str, str]] = None) -> Any:
+        assert env is not None
+        self.command, self.environment = command, env
+        return subprocess.Popen(["sleep", "300"])
+
+
+class Host:
+    """A host whose raylet uses a template."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.services = folder, Services()
+        self.template = ray_template.Template()
+        workers = f"--python_worker_command={sys.executable} setup_worker.py default_worker.py --node-ip-address=1"
+        with self.template.used_by(self.services):
+            command = ["/ray/core/src/ray/raylet/raylet", f"--log_dir={folder}", workers, "--other"]
+            self.raylet = self.services.ConsolePopen(command)
+        assert wait_until((folder / worker_template.LOG).exists, WITHIN_S)  # it has imported its modules
+        (folder / "default_worker.py").write_text(WORKER)
+        (folder / "other.py").write_text(WORKER)
+
+    def worker(self, script: str = "default_worker.py", cwd: Optional[Path] = None, **changed: str) -> Dict[str, Any]:
+        """Start a worker as the raylet would; return what it has written."""
+        python = self.services.command[2].partition("=")[2].split()[0]
+        environment = {**self.services.environment, "RAY_JOB_ID": "01", **changed}
+        reading, writing = os.pipe()
+        os.write(writing, b"a descriptor")
+        (self.folder / "out").write_text("")
+        with (self.folder / "out").open("a") as out:
+            # Descriptors have other numbers here than there.
+            line = f'exec 7<&{reading}; exec {python} {self.folder / script} --one "two words"'
+            process = subprocess.Popen(
+                ["nice", "-n", "3", "bash", "-c", line], env=environment, cwd=cwd, stdout=out, pass_fds=(reading,)
+            )
+        os.close(reading)
+        os.close(writing)
+        assert process.wait(WITHIN_S) == 0
+        assert wait_until(lambda: bool((self.folder / "out").read_text()), WITHIN_S)
+        return {**json.loads((self.folder / "out").read_text()), "started": process.pid}
+
+    def log(self) -> str:
+        """Return what the template has written to Ray's logs."""
+        return (self.folder / worker_template.LOG).read_text()
+
+
+@pytest.fixture
+def host(processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'later'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    host = Host(tmp_path)
+    yield host
+    host.raylet.kill()
+    host.raylet.wait()
+    host.template.close()
+
+
+def test_a_worker_is_forked_with_torch_and_has_what_the_raylet_gave_it(host: Host, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    worker = host.worker(cwd=other)
+    assert (worker["script"], worker["pid"] == worker["started"]) == ("worker_template.py", False)
+    assert (worker["has_torch"], worker["has_raypod"], worker["ray"]) == (True, False, False)
+    assert worker["arguments"] == [str(tmp_path / "default_worker.py"), "--one", "two words"]
+    assert (worker["folder"], worker["path"]) == (str(other), str(tmp_path))
+    assert worker["main"] == str(tmp_path / "default_worker.py")
+    assert worker["environment"]["RAY_JOB_ID"] == "01"
+    assert (worker["niceness"], worker["read"]) == (os.nice(0) + 3, "a descriptor")
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "added.py").touch()
+    again = host.worker()
+    assert (again["script"], again["added"]) == ("worker_template.py", str(tmp_path / "later" / "added.py"))
+    assert again["pid"] != worker["pid"]
+    assert "differs" not in host.log()
+
+
+def test_a_worker_that_is_no_fork_is_executed(host: Host) -> None:
+    worker = host.worker(OMP_NUM_THREADS="3", NEW="")
+    assert (worker["script"], worker["has_torch"]) == ("default_worker.py", False)
+    assert worker["pid"] == worker["started"]
+    assert host.log() == "not forked, because its environment differs: NEW, OMP_NUM_THREADS\n"
+    assert host.worker("other.py")["script"] == "other.py"  # as Ray's setup_worker.py, for a runtime environment
+    host.template.close()
+    assert host.worker()["script"] == "default_worker.py"
+
+
+def test_a_request_that_was_given_up_starts_no_worker(host: Host, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    (tmp_path / "default_worker.py").write_text(f"open({str(marker)!r}, 'a')")
+    request = {
+        "arguments": [str(tmp_path / "default_worker.py")],
+        "environment": host.services.environment,
+        "folder": "/",
+        "descriptors": [],
+        "niceness": 0,
+        "oom_score": "0",
+    }
+    text = json.dumps(request).encode()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect("\0" + host.services.environment["RAYPOD_TEMPLATE"])
+        connection.sendall(len(text).to_bytes(4, "little") + text)
+        assert connection.recv(1) == b"y"
+    assert wait_until(lambda: not psutil.Process(host.template.pid).children(), WITHIN_S)
+    assert not marker.exists()
+
+
+def test_the_template_ends_with_the_raylet(host: Host) -> None:
+    host.worker()
+    host.raylet.kill()
+    host.raylet.wait()
+    assert wait_until(lambda: psutil.Process(host.template.pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_template_whose_packages_start_threads_forks_nothing(
+    processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = "import threading, time; threading.Thread(target=time.sleep, args=(300,)).start()"
+    (tmp_path / "poptorch.py").write_text(thread)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    host = Host(tmp_path)
+    try:
+        assert host.worker()["script"] == "default_worker.py"
+        assert host.log() == "packages have started threads as they were imported (1): no worker is forked\n"
+    finally:
+        host.raylet.kill()
+        host.raylet.wait()
+        host.template.close()
