@@ -138,8 +138,8 @@ class RaySession:
             for number in range(1, len(_TRIES) + 1):
                 os.environ[_RAYLET_ATTEMPTS] = str(number * _CONNECT_ATTEMPTS)
                 self._processes = RayProcesses(self._has_template)  # its template imports while this process does
+                ray = importlib.import_module("ray")
                 try:
-                    ray = importlib.import_module("ray")
                     self._start_processes(ray, try_s)
                     break
                 except Exception as error:  # Ray raises this very class if its processes do not start in time
