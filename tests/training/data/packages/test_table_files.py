@@ -22,18 +22,11 @@ from pyarrow import parquet  # noqa: E402 - after it was found
 
 TASK = """
 import raypod
-from torch import nn
-class Task(raypod.Task):
-    defaults = {"training.batch_size": 2}
+from tests.support.regression import Regression
+class Task(Regression):
     def datasets(self):
         splits = (raypod.from_parquet(f"tables/{split}-*.parquet", ["x", "y"]) for split in ("train", "test"))
         return tuple(splits)
-    def network(self, first_batch):
-        return nn.Linear(first_batch["x"].shape[1], 1)
-    def training_outputs(self, network, x, y):
-        return nn.functional.mse_loss(network(x).squeeze(1), y), {}
-    def evaluation_outputs(self, network, x, y):
-        return {"loss": ((network(x).squeeze(1) - y) ** 2, 1)}
 """
 X = np.random.default_rng(0).normal(size=(30, 3)).astype(np.float32)
 INLINE = ["--fleet", "inline", "--device", "emulated", "--num-instances", "1", "--replicas", "2", "--epochs", "2"]
