@@ -142,7 +142,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         assert wait_until(lambda: not (_children() - children)), f"processes left: {_children() - children}"
     else:
         assert not _started, f"this test starts processes without the fixture `processes`: {_started}"
-    # Libraries shut their pools down without waiting (transformers, as it loads weights): such threads are about to end.
+    # Libraries shut pools down without waiting (transformers, as it loads weights): such threads are about to end.
     left = [thread for thread in set(threading.enumerate()) - threads if not thread.daemon]
     assert wait_until(lambda: not any(thread.is_alive() for thread in left)), f"threads left: {left}"
 

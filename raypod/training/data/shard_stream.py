@@ -82,7 +82,7 @@ class Downloads:
         self._progress: Optional[Tuple[Tuple[int, int], float]] = None  # of what is waited for, and since when
 
     def begin(self, shards: Iterable[Shard]) -> None:
-        """Start the process ahead of the first `want`, unless these shards are on this host: its imports take a second."""
+        """Start the process ahead of the first `want`, as its imports take a second, unless these shards are here."""
         if self._process is None and not all(self.cache.path(shard).exists() for shard in shards):
             self._begin()
 

@@ -23,39 +23,16 @@ from raypod.training.models.hf_models import build
 from raypod.training.tasks.registry import facts_of, schema_of, task_of
 from tests.support import ROOT, hf_folders
 from tests.support.documented import execute
+from tests.support.hf_folders import KINDS, options, values
 from tests.support.trained_runs import train_inline
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers with old and new versions of torch
 
-KINDS = {
-    "hf-causal-lm": ("gpt2", "ForCausalLM", "text"),
-    "hf-masked-lm": ("bert", "ForMaskedLM", "text"),
-    "hf-sequence-classification": ("bert", "ForMaskedLM", "examples"),
-    "hf-token-classification": ("roberta", "", "examples"),
-    "hf-image-classification": ("vit", "ForImageClassification", ""),
-}
-
-
-def options(task: str, folder: Path) -> Dict[str, Any]:
-    """Return the options of a task with a folder and data of its own."""
-    kind, head, data = KINDS[task]
-    path = hf_folders.hf_folder(folder, kind, head)
-    files = {"hf-sequence-classification": hf_folders.sequences_file, "hf-token-classification": hf_folders.tokens_file}
-    given: Dict[str, Any] = {"task": task, "model": f"hf:{path}"}
-    if data:
-        given.update({data: files.get(task, hf_folders.text_file)(folder), "sequence_length": 16})
-    return given
-
 
 def flags(given: Dict[str, Any]) -> List[str]:
     pairs = ((f"--{key.replace('_', '-')}", str(value)) for key, value in given.items())
     return [word for pair in pairs for word in pair]
-
-
-def values(given: Dict[str, Any]) -> Dict[str, Any]:
-    own = {key: value for key, value in given.items() if key not in ("task", "model")}
-    return {"task": {"name": given["task"], **own}, "training": {"model": given["model"]}}
 
 
 def config_of(given: Dict[str, Any]) -> Any:
@@ -76,7 +53,9 @@ def test_a_task_trains_and_resumes_with_the_bits_of_an_undisturbed_run(task: str
 
 
 @pytest.mark.parametrize("task", ["hf-causal-lm", "hf-masked-lm"])
-def test_a_packed_text_gives_the_weights_of_the_text(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packed_text_gives_the_weights_of_the_text(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     given = options(task, tmp_path)
     tokenizer = str(tmp_path / KINDS[task][0] / "tokenizer.json")
@@ -84,7 +63,9 @@ def test_a_packed_text_gives_the_weights_of_the_text(task: str, tmp_path: Path, 
     words = ["--task", "language-model", "--text", given["text"], "--tokenizer", tokenizer]
     assert main(["pack", *words, str(packed)]) == 0
     found = set()
-    for number, data in enumerate(({"text": given.pop("text")}, {"data_dir": packed}, {"data_dir": f"file://{packed}"})):
+    for number, data in enumerate(
+        ({"text": given.pop("text")}, {"data_dir": packed}, {"data_dir": f"file://{packed}"})
+    ):
         words = flags({**given, **data, "batch_size": 4, "learning_rate": 0.01, "replicas": 2, "updates": 4})
         run = train_inline(tmp_path / f"run-{number}", *words)
         found.add(json.loads((run / "summary.json").read_text())["weights_sha256"])
@@ -101,7 +82,10 @@ def test_a_packed_text_of_other_tokens_is_refused(tmp_path: Path, capsys: Any) -
     assert f"at {tmp_path / 'words'}" in capsys.readouterr().out
     names = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**names, "eos_token": "w0"}))
-    for place, message in (("bytes", "its tokens are not those of"), ("words", "ends a file with token 3, and .* with 5")):
+    for place, message in (
+        ("bytes", "its tokens are not those of"),
+        ("words", "ends a file with token 3, and .* with 5"),
+    ):
         assert main(["plan", *flags({**given, "data_dir": tmp_path / place})]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert re.search(message, line)
