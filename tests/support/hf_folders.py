@@ -70,6 +70,11 @@ def options(task: str, folder: Path) -> Dict[str, Any]:
     return given
 
 
+def flags(given: Dict[str, Any]) -> List[str]:
+    pairs = ((f"--{key.replace('_', '-')}", str(value)) for key, value in given.items())
+    return [word for pair in pairs for word in pair]
+
+
 def values(given: Dict[str, Any]) -> Dict[str, Any]:
     own = {key: value for key, value in given.items() if key not in ("task", "model")}
     return {"task": {"name": given["task"], **own}, "training": {"model": given["model"]}}

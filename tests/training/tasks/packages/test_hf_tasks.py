@@ -23,16 +23,11 @@ from raypod.training.models.hf_models import build
 from raypod.training.tasks.registry import facts_of, schema_of, task_of
 from tests.support import ROOT, hf_folders
 from tests.support.documented import execute
-from tests.support.hf_folders import KINDS, options, values
+from tests.support.hf_folders import KINDS, flags, options, values
 from tests.support.trained_runs import train_inline
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers with old and new versions of torch
-
-
-def flags(given: Dict[str, Any]) -> List[str]:
-    pairs = ((f"--{key.replace('_', '-')}", str(value)) for key, value in given.items())
-    return [word for pair in pairs for word in pair]
 
 
 def config_of(given: Dict[str, Any]) -> Any:
