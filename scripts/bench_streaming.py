@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -128,6 +129,7 @@ def read(url: str, cache: str, window: int, first: int, limit: int) -> Tuple[int
     data = {"dataset": "imagefolder", "data_dir": url, "cache_dir": cache, "shuffle_window": window}
     config = from_values({"data": data})
     files = datasets.load(config).train.files
+    files.begin()  # as `Feed` does
     size = datasets.dataset_size(config)
     order = epoch_order(SEED, 0, size.train_samples, size.shards, window)[first:]
     calls: Iterator[Any] = iter([(0, order[start : start + BATCH]) for start in range(0, len(order), BATCH)])
@@ -148,6 +150,7 @@ def speed(args: argparse.Namespace) -> None:
     """Print the rates of raypod and of the peer."""
     from tests.support import storage_servers as servers
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends on SIGTERM, too
     server = servers.s3_server()
     server.start()
     servers.create_bucket(server.port)

@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterator, Optional, Sequence, Tuple
 
 from raypod.errors import ConfigError
 from raypod.plan import flags, resolve, user_code
-from raypod.plan.config import IMAGE_TASKS, LANGUAGE_MODEL, Config
+from raypod.plan.config import HF_CAUSAL_LM, HF_MASKED_LM, IMAGE_TASKS, LANGUAGE_MODEL, Config
 from raypod.plan.values import parse_size
 from raypod.system import sdk
 from raypod.system.command_line import FlagParser, counted, show
@@ -75,6 +75,11 @@ def _pack_training(args: Namespace) -> int:
     if len(words) != 1 or args.verify:
         raise ConfigError("--dataset and --task take one folder, that of the shards: raypod pack --task mine:Task OUT")
     config, target = resolve.resolve(args), Path(words[0]).expanduser()
+    if config.task.name in (HF_CAUSAL_LM, HF_MASKED_LM):
+        raise ConfigError(
+            f"--task {config.task.name}: pack its text with --task {LANGUAGE_MODEL} --text FILES --tokenizer "
+            "FOLDER/tokenizer.json, without --model"
+        )
     is_image_task, is_text = config.task.name in IMAGE_TASKS, config.task.name == LANGUAGE_MODEL
     effective = _OF_IMAGES if is_image_task else _OF_TEXT if is_text else _OF_TASK
     for name in resolve.given_values(args):

@@ -43,6 +43,7 @@ IMAGE_CLASSIFICATION, LANGUAGE_MODEL = "image-classification", "language-model"
 HF_CAUSAL_LM, HF_MASKED_LM, HF_SEQUENCES = "hf-causal-lm", "hf-masked-lm", "hf-sequence-classification"
 HF_TOKENS, HF_IMAGES = "hf-token-classification", "hf-image-classification"
 HF_TASKS = (HF_CAUSAL_LM, HF_MASKED_LM, HF_SEQUENCES, HF_TOKENS, HF_IMAGES)
+WINDOW_TASKS = (LANGUAGE_MODEL, HF_CAUSAL_LM, HF_MASKED_LM)  # whose samples are windows of a text
 IMAGE_TASKS = (IMAGE_CLASSIFICATION, HF_IMAGES)
 LR_SCHEDULES = ("constant", "step", "exponential", "linear", "cosine", "polynomial")
 

@@ -10,10 +10,10 @@ from raypod.plan.config import (
     IMAGE_CLASSIFICATION,
     IMAGE_FOLDERS,
     IMAGE_TASKS,
-    LANGUAGE_MODEL,
     SHARDS,
     TORCHVISION_RESNETS,
     VISION_TRANSFORMERS,
+    WINDOW_TASKS,
 )
 
 # The keys of data in shards, which replace the data sets of a task of the user.
@@ -103,7 +103,7 @@ def with_effect(settings: Mapping[str, Any]) -> Dict[str, Any]:
 
 def _has_effect(name: str, settings: Mapping[str, Any]) -> bool:
     task = settings.get("task.name", IMAGE_CLASSIFICATION)
-    if name in SHARD_KEYS and (":" in str(task) or task == LANGUAGE_MODEL):
+    if name in SHARD_KEYS and (":" in str(task) or task in WINDOW_TASKS):
         return bool(settings.get("data.data_dir"))
     if name in (*IMAGE_KEYS, "data.jpeg_decoder") and task not in IMAGE_TASKS:
         return name == "training.model" and task in HF_TASKS

@@ -24,6 +24,15 @@ _CONFIGS: Dict[str, Dict[str, Any]] = {
     "vit": {**_SMALL, "image_size": 8, "patch_size": 4, "num_channels": 1},
 }
 
+# Of each task: the kind of a model for it, its head, and the option with its data.
+KINDS = {
+    "hf-causal-lm": ("gpt2", "ForCausalLM", "text"),
+    "hf-masked-lm": ("bert", "ForMaskedLM", "text"),
+    "hf-sequence-classification": ("bert", "ForMaskedLM", "examples"),
+    "hf-token-classification": ("roberta", "", "examples"),
+    "hf-image-classification": ("vit", "ForImageClassification", ""),
+}
+
 
 def config_of(kind: str, **settings: Any) -> Any:
     """Return the configuration of a tiny model of a kind."""
@@ -48,6 +57,27 @@ def hf_folder(folder: Path, kind: str, head: str = "", **settings: Any) -> Path:
     else:
         _write_tokenizer(path)
     return path
+
+
+def options(task: str, folder: Path) -> Dict[str, Any]:
+    """Return the options of a task with a folder and data of its own."""
+    kind, head, data = KINDS[task]
+    path = hf_folder(folder, kind, head)
+    files = {"hf-sequence-classification": sequences_file, "hf-token-classification": tokens_file}
+    given: Dict[str, Any] = {"task": task, "model": f"hf:{path}"}
+    if data:
+        given.update({data: files.get(task, text_file)(folder), "sequence_length": 16})
+    return given
+
+
+def flags(given: Dict[str, Any]) -> List[str]:
+    pairs = ((f"--{key.replace('_', '-')}", str(value)) for key, value in given.items())
+    return [word for pair in pairs for word in pair]
+
+
+def values(given: Dict[str, Any]) -> Dict[str, Any]:
+    own = {key: value for key, value in given.items() if key not in ("task", "model")}
+    return {"task": {"name": given["task"], **own}, "training": {"model": given["model"]}}
 
 
 def _write_tokenizer(path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from argparse import Namespace
 from typing import Any, Dict, List, Sequence
 
@@ -11,6 +13,7 @@ from raypod.observe.report.results import differing_settings
 from raypod.system.command_line import FlagParser, format_table, show
 
 _NOTHING = "-"
+_MOST_WITHOUT_PLOT = 5  # runs; as in parallel.js
 
 
 def parser() -> FlagParser:
@@ -31,6 +34,9 @@ def run(args: Namespace) -> int:
     if len(runs) < 2:
         raise ConfigError("compare needs at least two different runs: raypod compare RUN RUN...")
     show("\n".join(format_table(_rows(runs))))
+    if len(runs) > _MOST_WITHOUT_PLOT:
+        words = ["raypod", "report", *args.runs, "--output", "compare.html"]
+        show(f"parallel coordinates of these runs: {' '.join(map(shlex.quote, words))}", sys.stderr)
     return 0
 
 

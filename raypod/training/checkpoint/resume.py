@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.plan import ipu_options
-from raypod.plan.config import CONTENTS, Config
+from raypod.plan.config import CONTENTS, WINDOW_TASKS, Config
 from raypod.plan.layout import CHECKPOINTS, CONFIG
 from raypod.plan.learning_rate import DEPEND_ON_LENGTH
 from raypod.plan.metric import EpochSums
@@ -238,7 +238,8 @@ def settings_of(plan: Plan) -> Dict[str, Any]:
         "global_batch_size": plan.geometry.global_batch_size,
         "train_samples": plan.dataset_size.train_samples,
     }
-    if plan.dataset_size.shards:
+    is_text = config.task.name in WINDOW_TASKS  # whose windows are shuffled as a whole, also at a URL
+    if plan.dataset_size.shards and not is_text:
         counts = ",".join(map(str, plan.dataset_size.shards))
         name = f"{len(plan.dataset_size.shards)} ({hashlib.sha256(counts.encode()).hexdigest()[:8]})"
         settings["data.shards"] = name
@@ -246,6 +247,8 @@ def settings_of(plan: Plan) -> Dict[str, Any]:
         for key, value in getattr(config, section).model_dump(mode="json").items():
             if f"{section}.{key}" not in _WITHOUT_EFFECT:
                 settings[f"{section}.{key}"] = value
+    if is_text:
+        settings["data.shuffle_window"] = None
     ipu = {**config.ipu.model_dump(mode="json"), **ipu_options.numerics_of(config)}
     settings.update({f"ipu.{key}": ipu[key] for key in ipu_options.CHANGE_RESULTS})
     settings["pod.threads_per_replica"] = config.pod.threads_per_replica

@@ -5,13 +5,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from raypod.training.data.registry import dataset_size, dataset_size_or_published, download, image_shape, load
-
 if TYPE_CHECKING:
     from raypod.training.data.arrays import ArrayDataset as ArrayDataset
     from raypod.training.data.arrays import Augmentation as Augmentation
     from raypod.training.data.arrays import ImageShape as ImageShape
     from raypod.training.data.arrays import Splits as Splits
+    from raypod.training.data.registry import dataset_size as dataset_size
+    from raypod.training.data.registry import dataset_size_or_published as dataset_size_or_published
+    from raypod.training.data.registry import download as download
+    from raypod.training.data.registry import image_shape as image_shape
+    from raypod.training.data.registry import load as load
+
+_OF_ARRAYS = ("ArrayDataset", "Augmentation", "ImageShape", "Splits")
 
 __all__ = [
     "ArrayDataset",
@@ -27,7 +32,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the types of the arrays, and NumPy, when they are used."""
+    """Import the module of a name when it is used: NumPy with the types of the arrays, the configuration with the rest.
+
+    The process that downloads shards needs neither.
+    """
     if name in __all__:
-        return getattr(importlib.import_module("raypod.training.data.arrays"), name)
+        module = "arrays" if name in _OF_ARRAYS else "registry"
+        return getattr(importlib.import_module(f"raypod.training.data.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -196,6 +196,10 @@ class Tokenizer:
         """The token that ends a file."""
         return self._end
 
+    def encodes_as(self, other: Tokenizer) -> bool:
+        """Return whether another tokenizer has the same tokens for every text."""
+        return bool(self._tokenizer.to_str() == other._tokenizer.to_str())
+
     def number_of(self, token: str) -> Optional[int]:
         """Return the number of a token; None for one that it does not have."""
         found: Optional[int] = self._tokenizer.token_to_id(token)

@@ -61,6 +61,7 @@ class Feed:
         """
         self._new_retry = functools.partial(Retry, spec, plan.config.run.read_retry_s, pause)
         self._plan, self._spec, self._source = plan, spec, source
+        source.begin()
         self._loader, self._test_loader = self._loaders(int(in_processes))
         self._has_thread = plan.config.data.async_dataloader and not in_processes
         self._stream: Optional[Generator[Call, None, None]] = None

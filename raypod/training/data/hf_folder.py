@@ -12,6 +12,7 @@ from raypod.system.files import looked_in, parse_json
 from raypod.training.data.corpus import Tokenizer
 
 INSTALL = "pip install 'raypod[hf]'"
+TOKENIZER = "tokenizer.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _LENGTHS = ("max_position_embeddings", "n_positions")
@@ -61,13 +62,13 @@ class HfFolder:
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer. ConfigError as `Tokenizer`, or if it has more tokens than the model."""
-        path = self.path / "tokenizer.json"
+        path = self.path / TOKENIZER
         if not path.is_file():
             raise DataMissing(
-                f"{self._flag}: the folder has no tokenizer.json, which "
+                f"{self._flag}: the folder has no {TOKENIZER}, which "
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes"
             )
-        found = Tokenizer(str(path), f"{self._flag}: tokenizer.json", self._end())
+        found = Tokenizer(str(path), f"{self._flag}: {TOKENIZER}", self._end())
         size = self.config.get("vocab_size")
         if isinstance(size, int) and found.vocabulary > size:
             raise ConfigError(f"{self._flag}: the tokenizer has {found.vocabulary} tokens, and the model has {size}")

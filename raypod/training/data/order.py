@@ -7,11 +7,12 @@ from numpy's generators, whose sequences may change between numpy versions.
 from __future__ import annotations
 
 import hashlib
-from typing import Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Optional, Sequence, Tuple
 
 import numpy as np
 
-from raypod.plan.plan import Geometry
+if TYPE_CHECKING:
+    from raypod.plan.plan import Geometry
 
 _ORDER, _AUGMENTATION, _PAIRS, _SHARDS = 1, 2, 3, 4  # independent streams of random numbers
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from raypod.errors import ConfigError, DataMissing
-from raypod.plan.config import STREAM_WINDOW, Config
+from raypod.plan.config import LANGUAGE_MODEL, STREAM_WINDOW, Config
 from raypod.system.files import new_file, sync_folder
 from raypod.system.urls import is_url
 from raypod.training.data import packing, shards
@@ -190,6 +190,9 @@ class PackedText:
             found.append(np.diff(np.append(load_mapped(self._packed.file(starts)), split.samples)).tolist())
         return found[0], found[1]
 
+    def __str__(self) -> str:
+        return str(self._packed)
+
     @property
     def has_tokenizer(self) -> bool:
         """Whether tokens are those of a tokenizer; otherwise bytes."""
@@ -219,12 +222,12 @@ def opened(config: Config) -> PackedText:
         folder = Path(place).expanduser()
         if not shards.is_packed(folder):
             raise DataMissing(
-                f"--data-dir {place} has no {shards.INDEX}, which `raypod pack --task {config.task.name}` writes; a "
+                f"--data-dir {place} has no {shards.INDEX}, which `raypod pack --task {LANGUAGE_MODEL}` writes; a "
                 "text that is not packed has the flag --text"
             )
         if data.cache_dir is not None:
             raise ConfigError(f"--cache-dir has no effect on the folder {place}: omit it")
         packed = shards.PackedFolder(folder)
     if packed.index.text is None:
-        raise ConfigError(f"{packed} has no text: `raypod pack --task {config.task.name}` writes one")
+        raise ConfigError(f"{packed} has no text: `raypod pack --task {LANGUAGE_MODEL}` writes one")
     return PackedText(packed, packed.index.text)

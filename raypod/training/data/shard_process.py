@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Set
 
 from raypod.system.files import parse_json
-from raypod.system.remote.backends import OBJECT_STORES
+from raypod.system.remote.backends import OBJECT_STORES, check_scheme
 from raypod.system.remote.errors import describe
 from raypod.system.remote.store import Store
 from raypod.system.urls import scheme_of
@@ -90,6 +90,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its instance
     cache, lock = ShardCache(Path(folder), int(limit)), threading.Lock()
     cache.remove_abandoned()
+    check_scheme(url, "--data-dir", writes=False)  # imports the library, before a shard is wanted
 
     def answer(content: Dict[str, Any]) -> None:
         with lock:

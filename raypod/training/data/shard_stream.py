@@ -72,7 +72,7 @@ class DownloadProcess:
 
 
 class Downloads:
-    """What one instance downloads, in a process that is started with the first shard that is not on this host."""
+    """What one instance downloads, in a process that is started if a shard is not on this host."""
 
     def __init__(self, url: str, cache: ShardCache) -> None:
         self.url, self.cache = url, cache
@@ -80,6 +80,11 @@ class Downloads:
         self._wanted: Dict[str, Shard] = {}
         self._failed: Dict[str, Dict[str, Any]] = {}  # answers, by checksum
         self._progress: Optional[Tuple[Tuple[int, int], float]] = None  # of what is waited for, and since when
+
+    def begin(self, shards: Iterable[Shard]) -> None:
+        """Start the process ahead of the first `want`, as its imports take a second, unless these shards are here."""
+        if self._process is None and not all(self.cache.path(shard).exists() for shard in shards):
+            self._begin()
 
     def want(self, shard: Shard) -> None:
         """Keep a shard, and download it after those wanted before, unless it is on this host."""
@@ -184,6 +189,11 @@ class StreamedFiles(PackedFiles):
     def __getstate__(self) -> Dict[str, Any]:
         """Return the state without what another process cannot use."""
         return {**super().__getstate__(), "_downloads": None, "_calls": None, "_interrupted": None}
+
+    def begin(self) -> None:
+        """See `Downloads.begin`."""
+        assert self._downloads is not None
+        self._downloads.begin(self._shards)
 
     def prepared(self, calls: Iterator[EpochSamples], behind: int) -> Iterator[EpochSamples]:
         """Yield the same calls, each when its shards are on this host; those of later calls are downloaded meanwhile.

@@ -16,7 +16,7 @@ import collections
 import contextlib
 import os
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple
 
 import numpy as np
 import pydantic
@@ -24,10 +24,12 @@ import xxhash
 from typing_extensions import Annotated, Literal
 
 from raypod.errors import ConfigError, as_utf8
-from raypod.plan.config import Config
 from raypod.system.files import parse_json
 from raypod.training.data.arrays import load_mapped
 from raypod.training.data.order import packed_order
+
+if TYPE_CHECKING:
+    from raypod.plan.config import Config
 
 INDEX, ARRAYS = "index.json", "index"
 FORMAT, VERSION = "raypod-shards", 1

@@ -47,6 +47,12 @@ class Source(abc.ABC):
         """
         raise NotImplementedError
 
+    def begin(self) -> None:
+        """Start what `prepared` needs for the training samples, so that it is ready when the model is."""
+        files = _streamed(self.train)
+        if files is not None:
+            files.begin()
+
     def prepared(self, split: Any, calls: Iterator[EpochSamples], behind: int) -> Iterator[EpochSamples]:
         """Yield the same calls, each when its samples can be read: shards of a URL are downloaded.
 
@@ -67,7 +73,7 @@ class Source(abc.ABC):
             files.interrupt()
 
     def close(self) -> None:
-        """End what `prepared` has started."""
+        """End what `begin` and `prepared` have started."""
         for files in filter(None, map(_streamed, (self.train, self.test))):
             files.close()
 

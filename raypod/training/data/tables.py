@@ -173,17 +173,24 @@ def _readable(file: Path) -> Iterator[None]:
         raise ConfigError(f"cannot read {file}: {' '.join(str(error).split())}") from None
 
 
-class _MappedFile:
-    """A file that is mapped into memory, of which few pages stay in that of the process."""
+class _MappedFiles:
+    """Files that are mapped into memory, of which few pages stay in that of the process."""
 
-    def __init__(self, file: Any) -> None:
-        self.mapped, self._reads = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), 0
+    def __init__(self) -> None:
+        self._mapped: List[mmap.mmap] = []
+        self._reads = 0
+
+    def add(self, file: Any) -> mmap.mmap:
+        """Map an open file. ValueError if it is empty."""
+        self._mapped.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return self._mapped[-1]
 
     def on_read(self) -> None:
         """Release all pages after some reads; they come back from the page cache, or the disk."""
         self._reads += 1
         if self._reads % _RELEASED_READS == 0:
-            self.mapped.madvise(mmap.MADV_DONTNEED)
+            for each in self._mapped:
+                each.madvise(mmap.MADV_DONTNEED)
 
 
 def streamed_parquet(pattern: Path, columns: Optional[Sequence[str]], folder: Path) -> Table:
@@ -207,8 +214,8 @@ def streamed_parquet(pattern: Path, columns: Optional[Sequence[str]], folder: Pa
                 return from_parquet(pattern, columns)  # without rows
             writer.close()
             file.flush()
-            pages = _MappedFile(file)
-            return Table(name, pa.ipc.open_file(pa.py_buffer(pages.mapped)).read_all(), columns, pages.on_read)
+            pages = _MappedFiles()
+            return Table(name, pa.ipc.open_file(pa.py_buffer(pages.add(file))).read_all(), columns, pages.on_read)
     except OSError as error:
         raise ConfigError(f"cannot copy the rows of {name} to {folder}: {error.strerror or error}") from None
 
@@ -272,10 +279,15 @@ def from_hf(data: Any, columns: Optional[Sequence[str]] = None) -> Table:
         ConfigError: pyarrow is not installed, a file cannot be read, or a column cannot be used.
         DataMissing: there is no such folder.
     """
-    pa = _pyarrow("from_hf")
+    _pyarrow("from_hf")
     if not isinstance(data, (str, os.PathLike)):
         return Table("the data set", _arrow_of(data), columns)
-    folder = Path(data).expanduser()
+    return _saved(Path(data).expanduser(), columns)
+
+
+def _saved(folder: Path, columns: Optional[Sequence[str]], pages: Optional[_MappedFiles] = None) -> Table:
+    """Return `from_hf` of a folder; with `pages`, few of its pages stay in the memory of the process."""
+    pa = _pyarrow("from_hf")
     if not is_saved(folder):
         raise DataMissing(f"{folder} is no folder of save_to_disk: it has no {_STATE}{looked_in(folder)}")
     if not (folder / _STATE).is_file():
@@ -283,10 +295,17 @@ def from_hf(data: Any, columns: Optional[Sequence[str]] = None) -> Table:
         raise ConfigError(f"{folder} is a DatasetDict: name the folder of one of its splits, {splits}")
     try:
         files = [folder / each["filename"] for each in parse_json((folder / _STATE).read_text())["_data_files"]]
-        tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files]
+        with contextlib.ExitStack() as stack:
+            opened = [
+                pa.memory_map(str(file))
+                if pages is None
+                else pa.py_buffer(pages.add(stack.enter_context(file.open("rb"))))
+                for file in files
+            ]
+        tables = [pa.ipc.open_stream(each).read_all() for each in opened]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot read {folder}: {' '.join(str(error).split())}; save it again") from None
-    return Table(str(folder), _joined(pa, files, tables), columns)
+    return Table(str(folder), _joined(pa, files, tables), columns, pages and pages.on_read)
 
 
 def is_saved(folder: Path) -> bool:
@@ -360,12 +379,13 @@ def splits_in(folder: Path, columns: Optional[Sequence[str]], room: Path) -> Opt
         ConfigError: as `from_hf` and `from_parquet`.
     """
     if (folder / _STATE).is_file():
-        return from_hf(folder, columns), []
+        return _saved(folder, columns, _MappedFiles()), []
     if (folder / _SPLITS).is_file():
         found = [next((folder / name for name in names if is_saved(folder / name)), None) for names in (_TRAIN, _TEST)]
         if found[0] is None:
             raise ConfigError(f"{folder} has no split {_TRAIN[0]}: pack the folder of one of its splits")
-        return from_hf(found[0], columns), [] if found[1] is None else from_hf(found[1], columns)
+        train, test = (None if each is None else _saved(each, columns, _MappedFiles()) for each in found)
+        return train, [] if test is None else test
     train, test = (_parquet_pattern(folder, names) for names in (_TRAIN, _TEST))
     if train is None:
         return None

@@ -162,10 +162,20 @@ class MaskedSource(TextSource):
         share: of the tokens that are predicted; at least one of a window, and no token that ends a file.
         tokenizer: of the text.
         mask: the token in place of most of them.
+        content: as of `TextSource`.
     """
 
-    def __init__(self, train: Windows, test: Windows, seed: int, share: float, tokenizer: Tokenizer, mask: int) -> None:
-        super().__init__(train, test)
+    def __init__(
+        self,
+        train: Windows,
+        test: Windows,
+        seed: int,
+        share: float,
+        tokenizer: Tokenizer,
+        mask: int,
+        content: Optional[str] = None,
+    ) -> None:
+        super().__init__(train, test, content)
         self._seed, self._share, self._tokenizer, self._mask = seed, share, tokenizer, mask
         self.fingerprint = fingerprint_of_values(self.fingerprint, share, mask)
 

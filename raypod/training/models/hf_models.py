@@ -18,7 +18,7 @@ from raypod.plan.config import HF_CAUSAL_LM, HF_IMAGES, HF_MASKED_LM, HF_SEQUENC
 from raypod.system import torchvision_import
 from raypod.training.data.hf_folder import HfFolder
 
-_CLASSES = {
+CLASSES = {  # of transformers
     HF_CAUSAL_LM: "AutoModelForCausalLM",
     HF_MASKED_LM: "AutoModelForMaskedLM",
     HF_SEQUENCES: "AutoModelForSequenceClassification",
@@ -55,7 +55,7 @@ def build(
     with user_code.reported(f"--model hf:{folder.path}"), _quiet() as transformers:
         _mask_always(transformers)
         config = transformers.AutoConfig.from_pretrained(str(folder.path), **_LOCAL, **settings)
-        kind = getattr(transformers, _CLASSES[task])
+        kind = getattr(transformers, CLASSES[task])
         options: Dict[str, Any] = {"attn_implementation": "eager"}  # of operators that PopTorch has
         config.use_cache = False  # of generation; the device's program has no state between its calls
         name = "dtype" if hasattr(config, "dtype") else "torch_dtype"

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Tuple
+from typing import TYPE_CHECKING, Optional, Tuple
 
 from pydantic import Field
 
-from raypod.plan.config import HF_CAUSAL_LM, HF_SEQUENCES, Config, TaskOptions
+from raypod.errors import ConfigError
+from raypod.plan.config import HF_CAUSAL_LM, HF_SEQUENCES, LANGUAGE_MODEL, Config, TaskOptions
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import DatasetSize, TaskFacts
 from raypod.plan.values import Names
-from raypod.training.data.hf_folder import HfFolder
+from raypod.training.data.hf_folder import TOKENIZER, HfFolder
 from raypod.training.data.labelled_text import SEQUENCES, TOKENS, Examples, read_examples
 from raypod.training.tasks import language_facts
 from raypod.training.tasks.language_facts import TextOptions
+
+if TYPE_CHECKING:
+    from raypod.training.data.packed_text import PackedText
 
 # As transformers' Trainer, with the weight decay of its examples.
 DEFAULTS = {
@@ -66,18 +70,42 @@ def window_facts(config: Config, is_dry: bool) -> TaskFacts:
     options = (WindowOptions if is_causal else MaskedOptions).model_validate(config.task.options)
     folder = HfFolder(config)
     folder.check_length(options.sequence_length)
-    tokenizer = folder.tokenizer()
+    tokenizer, packed = folder.tokenizer(), packed_text_of(config, options, folder)
     perplexity = Metric("perplexity", transform=math.exp, label="ppl", formats=(".2f", ".3f"))
     metrics = language_facts.METRICS if is_causal else (LOSS, perplexity, ACCURACY)
     return TaskFacts(
-        language_facts.text_windows(options, tokenizer),
+        language_facts.text_windows(options, tokenizer)
+        if packed is None
+        else language_facts.packed_size(config, options, packed),
         metrics,
         best=metrics[-1].name,
         samples_are="windows",
         parts=("tokens", options.sequence_length),
-        data=", ".join(options.text or ["the standard library of Python"]),
+        data=", ".join(options.text or ["the standard library of Python"]) if packed is None else str(packed),
         model=described(folder, options.from_scratch, f", windows of {options.sequence_length} tokens"),
     )
+
+
+def packed_text_of(config: Config, options: TextOptions, folder: HfFolder) -> Optional[PackedText]:
+    """Return the text that `raypod pack` has written; None without `data.data_dir`.
+
+    Raises:
+        ConfigError: as `language_facts.packed_text_of`, or its tokens are not those of the folder.
+    """
+    packed = language_facts.packed_text_of(config, options)
+    if packed is None:
+        return None
+    theirs, ours, place = packed.tokenizer(), folder.tokenizer(), f"--data-dir {packed}"
+    if theirs is None or not theirs.encodes_as(ours):
+        raise ConfigError(
+            f"{place}: its tokens are not those of {folder.path}: pack the text with raypod pack --task "
+            f"{LANGUAGE_MODEL} --text FILES --tokenizer {folder.path / TOKENIZER} OUT"
+        )
+    if theirs.end != ours.end:
+        raise ConfigError(
+            f"{place} ends a file with token {theirs.end}, and {folder.path} with {ours.end}: give the files by --text"
+        )
+    return packed
 
 
 def labelled_facts(config: Config, is_dry: bool) -> TaskFacts:

@@ -18,7 +18,7 @@ from raypod.training.data.source import Batch, Source
 from raypod.training.data.text import IGNORED, MaskedSource, TextSource, Windows
 from raypod.training.models import hf_models
 from raypod.training.tasks.classification import classification_details
-from raypod.training.tasks.hf_facts import LabelledOptions, MaskedOptions, WindowOptions, examples_of
+from raypod.training.tasks.hf_facts import LabelledOptions, MaskedOptions, WindowOptions, examples_of, packed_text_of
 from raypod.training.tasks.language_facts import pieces_of
 from raypod.training.tasks.language_model import LanguageModel
 from raypod.training.tasks.task import Predicted, Ratios, Task
@@ -37,9 +37,8 @@ class HfCausalLm(LanguageModel):
 
     def load(self) -> Source:
         """See `Task.load`."""
-        length = self.options.sequence_length
-        train, test = (corpus.encode(pieces, self._tokenizer) for pieces in pieces_of(self.options))
-        return TextSource(Windows(train, length), Windows(test, length))
+        train, test, content = _windows(self)
+        return TextSource(train, test, content)
 
     def network(self, first_batch: Batch) -> nn.Module:
         """See `Task.network`."""
@@ -67,12 +66,13 @@ class HfMaskedLm(Task):
 
     def load(self) -> Source:
         """See `Task.load`."""
-        length, mask = self.options.sequence_length, self.folder.special_token("mask_token")
+        mask = self.folder.special_token("mask_token")
         number = self._tokenizer.number_of(mask or "[MASK]")
         if number is None:
             raise ConfigError(f"--model {self.config.training.model}: the tokenizer has no token for masked ones")
-        train, test = (Windows(corpus.encode(pieces, self._tokenizer), length) for pieces in pieces_of(self.options))
-        return MaskedSource(train, test, self.config.training.seed, self.options.masked, self._tokenizer, number)
+        train, test, content = _windows(self)
+        drawn = self.config.training.seed, self.options.masked
+        return MaskedSource(train, test, *drawn, self._tokenizer, number, content)
 
     def example(self, samples: int) -> Batch:
         """See `Task.example`."""
@@ -101,6 +101,17 @@ class HfMaskedLm(Task):
         # With a mask, transformers does not look for padding in the tokens.
         found: torch.Tensor = network(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
         return found
+
+
+def _windows(task: Any) -> Tuple[Windows, Windows, Optional[str]]:
+    """Return the windows of both splits of a task's text, and `text.hash_of` them if it is known."""
+    packed, length = packed_text_of(task.config, task.options, task.folder), task.options.sequence_length
+    if packed is None:
+        tokenizer = task.folder.tokenizer()
+        train, test = (corpus.encode(pieces, tokenizer) for pieces in pieces_of(task.options))
+        return Windows(train, length), Windows(test, length), None
+    train, test = packed.texts()
+    return Windows(train, length), Windows(test, length), packed.content
 
 
 class _Labelled(Task):

@@ -86,7 +86,7 @@ def facts(config: Config, is_dry: bool) -> TaskFacts:
     options = LanguageOptions.model_validate(config.task.options)
     length, generated, packed = options.sequence_length, generated_windows(options), packed_text_of(config, options)
     if packed is not None:
-        has_tokens, size = packed.has_tokenizer, _packed_size(config, options, packed)
+        has_tokens, size = packed.has_tokenizer, packed_size(config, options, packed)
     else:
         tokenizer = tokenizer_of(options)
         has_tokens = tokenizer is not None or generated is not None
@@ -131,7 +131,7 @@ def _sequence_windows(length: int, counts: Sequence[Sequence[int]]) -> DatasetSi
     return DatasetSize(train.num_windows, test.num_windows, notes=(note,))
 
 
-def packed_text_of(config: Config, options: LanguageOptions) -> Optional[PackedText]:
+def packed_text_of(config: Config, options: TextOptions) -> Optional[PackedText]:
     """Return the text that `raypod pack` has written; None without `data.data_dir`.
 
     Raises:
@@ -142,16 +142,19 @@ def packed_text_of(config: Config, options: LanguageOptions) -> Optional[PackedT
             raise ConfigError("--cache-dir has no effect without --data-dir URL: omit it")
         return None
     for key in ("text", "held_out", "max_mb", "tokenizer", "generated_windows"):
-        if getattr(options, key) != LanguageOptions.model_fields[key].default:
-            raise ConfigError(f"--{key.replace('_', '-')} has no effect on the packed text of --data-dir; omit one")
+        field = type(options).model_fields.get(key)
+        if field is not None and getattr(options, key) != field.default:
+            began = "; a run continues with the kind of text with which it began" if config.run.resume else ""
+            flag = f"--{key.replace('_', '-')}"
+            raise ConfigError(f"{flag} has no effect on the packed text of --data-dir; omit one{began}")
     from raypod.training.data import packed_text  # imports NumPy, as above
 
     return packed_text.opened(config)
 
 
-def _packed_size(config: Config, options: LanguageOptions, packed: PackedText) -> DatasetSize:
+def packed_size(config: Config, options: TextOptions, packed: PackedText) -> DatasetSize:
     """Return the windows of a packed text, without reading it."""
-    if options.pack_sequences:
+    if getattr(options, "pack_sequences", False):
         size = _sequence_windows(options.sequence_length, packed.tokens_of_files())
     else:
         size = _windows(options.sequence_length, [packed.index.train.samples, packed.index.test.samples])

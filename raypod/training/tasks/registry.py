@@ -45,9 +45,11 @@ class _Entry(NamedTuple):
     keys: Tuple[str, ...] = ()  # of the other sections; other tasks do not have them
 
 
-def _hf(facts: Callable[[Config, bool], TaskFacts], name: str, options: Type[TaskOptions]) -> _Entry:
+def _hf(
+    facts: Callable[[Config, bool], TaskFacts], name: str, options: Type[TaskOptions], keys: Tuple[str, ...] = ()
+) -> _Entry:
     """Return a task for text of transformers."""
-    return _Entry(facts, "raypod.training.tasks.hf_text", name, options, hf_facts.DEFAULTS, ("training.model",))
+    return _Entry(facts, "raypod.training.tasks.hf_text", name, options, hf_facts.DEFAULTS, ("training.model", *keys))
 
 
 _BY_NAME: Dict[str, _Entry] = {
@@ -62,8 +64,8 @@ _BY_NAME: Dict[str, _Entry] = {
         language_facts.DEFAULTS,
         SHARD_KEYS,
     ),
-    HF_CAUSAL_LM: _hf(hf_facts.window_facts, "HfCausalLm", hf_facts.WindowOptions),
-    HF_MASKED_LM: _hf(hf_facts.window_facts, "HfMaskedLm", hf_facts.MaskedOptions),
+    HF_CAUSAL_LM: _hf(hf_facts.window_facts, "HfCausalLm", hf_facts.WindowOptions, SHARD_KEYS),
+    HF_MASKED_LM: _hf(hf_facts.window_facts, "HfMaskedLm", hf_facts.MaskedOptions, SHARD_KEYS),
     HF_SEQUENCES: _hf(hf_facts.labelled_facts, "HfSequenceClassification", hf_facts.LabelledOptions),
     HF_TOKENS: _hf(hf_facts.labelled_facts, "HfTokenClassification", hf_facts.LabelledOptions),
     HF_IMAGES: _Entry(

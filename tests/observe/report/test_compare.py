@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import List
 
@@ -39,6 +40,22 @@ def test_the_table_has_the_settings_that_differ_and_the_results(
     assert table["test accuracy, best"] == ["80 (update 20)", "82 (update 2)"]
     assert table["test f1, best"] == ["-", "0.4 (update 1)"]
     assert table["test f1, last"] == ["-", "0.3"]
+
+
+def test_more_than_five_runs_have_the_command_of_their_parallel_coordinates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = [f"run {number}" for number in range(6)]
+    for name in names:
+        write_run(tmp_path / name, updates=3)
+    assert main(["compare", *names[:5]]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["compare", *names]) == 0
+    label, command = capsys.readouterr().err.split(": raypod ")
+    assert label == "parallel coordinates of these runs"
+    assert main(shlex.split(command)) == 0
+    assert "parallelAxis" in (tmp_path / "compare.html").read_text()
 
 
 def test_a_metric_of_unknown_direction_has_no_best_and_paths_do_not_differ() -> None:

@@ -22,20 +22,13 @@ from tests.support.fed import equal, fed
 from tests.support.shard_threads import enter_folder
 
 MODULE = """
-import io, numpy as np, raypod, torch
-from torch import nn
-class Task(raypod.Task):
-    defaults = {"training.batch_size": 2}
+import torch
+from tests.support.regression import Regression
+class Task(Regression):
     def collate(self, samples):
         (sample,) = samples
         x = torch.from_numpy(sample["x.npy"].astype("float32")) + len(sample["txt"]) + sample["json"]["more"][0]
         return {"x": x[None], "y": torch.tensor([float(sample["cls"])])}
-    def network(self, first_batch):
-        return nn.Linear(first_batch["x"].shape[1], 1)
-    def training_outputs(self, network, x, y):
-        return nn.functional.mse_loss(network(x).squeeze(1), y), {}
-    def evaluation_outputs(self, network, x, y):
-        return {"loss": ((network(x).squeeze(1) - y) ** 2, 1)}
 class Raw(Task):
     collate = None
 """

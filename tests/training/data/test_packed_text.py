@@ -221,3 +221,16 @@ def test_shards_of_samples_are_no_text(capsys: Any) -> None:
     assert shards.read_index(folder).text is None
     assert train.main([*SMALL, "--data-dir", "packed"]) == 2
     assert "packed has no text: `raypod pack --task language-model` writes one" in capsys.readouterr().err
+
+
+def test_a_run_continues_with_the_kind_of_text_with_which_it_began(capsys: Any) -> None:
+    run("text-run", *GIVEN, "--updates", "1")
+    folder = pack()
+    run("packed-run", "--data-dir", "packed", "--updates", "1", "--lr-schedule", "constant")
+    for name, words in (("text-run", ["--data-dir", "packed"]), ("packed-run", ["--text", "text"])):
+        capsys.readouterr()
+        assert train.main(["--resume", name, *words, "--updates", "2", "--run-dir", "more"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("omit one; a run continues with the kind of text with which it began")
+        assert not Path("more").exists()
+    run("more", "--resume", "packed-run", "--data-dir", f"file://{folder}", "--updates", "2")

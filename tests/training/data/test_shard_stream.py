@@ -184,6 +184,24 @@ def test_the_test_split_is_streamed(make: Any, storage: Storage) -> None:
     assert storage.shards_read == []
 
 
+def test_the_process_that_downloads_begins_with_the_feed_unless_all_shards_are_here(
+    make: Any, storage: Storage
+) -> None:
+    sizes: Any = {"training": {"batch_size": 1, "epochs": 1}, "pod": {"replicas": 2, "num_instances": 1}}
+    plan = make(data=data_at(storage.url), **sizes)
+    for is_here in (False, True):
+        feed = feed_of(plan)
+        downloads = feed._source.train.files._downloads
+        assert (downloads._process is None) is is_here
+        assert storage.shards_read == [] or is_here
+        list(feed.calls(plan.segments()[0]))
+        feed.close()
+
+
+def test_the_process_that_downloads_imports_no_configuration(run_python: Callable[[str], str]) -> None:
+    run_python("import sys, raypod.training.data.shard_process\nassert 'raypod.plan.config' not in sys.modules")
+
+
 def test_an_outage_is_waited_for_and_one_that_lasts_ends_the_run(make: Any, storage: Storage) -> None:
     sizes: Any = {"training": {"batch_size": 1, "epochs": 1}, "pod": {"replicas": 1, "num_instances": 1}}
     pauses: List[float] = []

@@ -12,7 +12,9 @@ import torch
 from raypod.__main__ import main
 from raypod.api.inference.export import export
 from raypod.errors import ConfigError
+from raypod.plan.config import HF_TASKS
 from raypod.training.checkpoint import tensors
+from raypod.training.models import hf_models
 from tests.support import hf_folders
 from tests.support.trained_runs import train_inline
 
@@ -41,6 +43,22 @@ def test_transformers_reads_the_exported_folder(tmp_path: Path, capsys: Any) -> 
     capsys.readouterr()
     assert main(["export", str(run), "--format", "hf", "--pixels"]) == 2
     assert "--pixels has no effect on hf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", HF_TASKS)
+def test_transformers_reads_the_exported_folder_of_every_task(task: str, tmp_path: Path) -> None:
+    words = hf_folders.flags(hf_folders.options(task, tmp_path))
+    run = train_inline(tmp_path / "run", *words, "--replicas", "1", "--updates", "2", "--learning-rate", "0.01")
+    found = export(run, "hf", tmp_path / "exported")
+    assert found["max_difference"] == 0.0  # of the logits of what was written, and of the network
+    model, loading = getattr(transformers, hf_models.CLASSES[task]).from_pretrained(
+        found["output"], output_loading_info=True
+    )
+    assert not any(loading.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    weights = tensors.read_tensors(run / "checkpoints" / "update-00000002" / "weights.safetensors")[0]
+    own = model.state_dict()
+    assert all(torch.equal(own[name], value) for name, value in weights.items() if name in own)
+    assert len(weights.keys() & own.keys()) > 10
 
 
 def test_another_model_is_none_of_transformers(tmp_path: Path) -> None:

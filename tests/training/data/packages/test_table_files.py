@@ -16,24 +16,18 @@ from raypod.__main__ import main
 from raypod.errors import ConfigError
 from raypod.training.data import shards
 from raypod.training.data.packed_samples import Form, decode
+from raypod.training.data.tables import splits_in
 
 pa = pytest.importorskip("pyarrow", reason="needs the package pyarrow")
 from pyarrow import parquet  # noqa: E402 - after it was found
 
 TASK = """
 import raypod
-from torch import nn
-class Task(raypod.Task):
-    defaults = {"training.batch_size": 2}
+from tests.support.regression import Regression
+class Task(Regression):
     def datasets(self):
         splits = (raypod.from_parquet(f"tables/{split}-*.parquet", ["x", "y"]) for split in ("train", "test"))
         return tuple(splits)
-    def network(self, first_batch):
-        return nn.Linear(first_batch["x"].shape[1], 1)
-    def training_outputs(self, network, x, y):
-        return nn.functional.mse_loss(network(x).squeeze(1), y), {}
-    def evaluation_outputs(self, network, x, y):
-        return {"loss": ((network(x).squeeze(1) - y) ** 2, 1)}
 """
 X = np.random.default_rng(0).normal(size=(30, 3)).astype(np.float32)
 INLINE = ["--fleet", "inline", "--device", "emulated", "--num-instances", "1", "--replicas", "2", "--epochs", "2"]
@@ -84,6 +78,18 @@ def test_parquet_files_train_the_same_as_a_data_set_as_shards_and_as_a_saved_fol
     Path("saved/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert main(["pack", "--columns", "x,y", "saved", "other"]) == 0
     assert hash_of("--data-dir", "other") == expected
+
+
+def test_few_pages_of_a_saved_folder_are_in_memory_while_it_is_packed() -> None:
+    save("saved", pa.table({"x": list(np.zeros((400, 8192), dtype=np.float32))}))
+    splits, size = splits_in(Path("saved"), None, Path()), 400 * 8192 * 4
+    assert splits is not None
+    assert sum(float(splits[0][row]["x"][0]) for row in range(400)) == 0
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    mapped = [number for number, line in enumerate(lines) if line.endswith(".arrow")]
+    found = [next(line for line in lines[number:] if line.startswith("Rss:")) for number in mapped]
+    assert len(found) == 2
+    assert sum(int(line.split()[1]) for line in found) * 1024 < size / 4
 
 
 def test_rows_of_all_kinds_of_columns() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, Dict, List
@@ -11,6 +12,7 @@ from typing import Any, Dict, List
 import pytest
 import torch
 
+from raypod.__main__ import main
 from raypod.api.planning import plan_from
 from raypod.errors import ConfigError
 from raypod.plan.config import HF_TASKS
@@ -21,39 +23,11 @@ from raypod.training.models.hf_models import build
 from raypod.training.tasks.registry import facts_of, schema_of, task_of
 from tests.support import ROOT, hf_folders
 from tests.support.documented import execute
+from tests.support.hf_folders import KINDS, flags, options, values
 from tests.support.trained_runs import train_inline
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers with old and new versions of torch
-
-KINDS = {
-    "hf-causal-lm": ("gpt2", "ForCausalLM", "text"),
-    "hf-masked-lm": ("bert", "ForMaskedLM", "text"),
-    "hf-sequence-classification": ("bert", "ForMaskedLM", "examples"),
-    "hf-token-classification": ("roberta", "", "examples"),
-    "hf-image-classification": ("vit", "ForImageClassification", ""),
-}
-
-
-def options(task: str, folder: Path) -> Dict[str, Any]:
-    """Return the options of a task with a folder and data of its own."""
-    kind, head, data = KINDS[task]
-    path = hf_folders.hf_folder(folder, kind, head)
-    files = {"hf-sequence-classification": hf_folders.sequences_file, "hf-token-classification": hf_folders.tokens_file}
-    given: Dict[str, Any] = {"task": task, "model": f"hf:{path}"}
-    if data:
-        given.update({data: files.get(task, hf_folders.text_file)(folder), "sequence_length": 16})
-    return given
-
-
-def flags(given: Dict[str, Any]) -> List[str]:
-    pairs = ((f"--{key.replace('_', '-')}", str(value)) for key, value in given.items())
-    return [word for pair in pairs for word in pair]
-
-
-def values(given: Dict[str, Any]) -> Dict[str, Any]:
-    own = {key: value for key, value in given.items() if key not in ("task", "model")}
-    return {"task": {"name": given["task"], **own}, "training": {"model": given["model"]}}
 
 
 def config_of(given: Dict[str, Any]) -> Any:
@@ -71,6 +45,47 @@ def test_a_task_trains_and_resumes_with_the_bits_of_an_undisturbed_run(task: str
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert "eager mode" not in capsys.readouterr().err  # what a compiled program cannot do
+
+
+@pytest.mark.parametrize("task", ["hf-causal-lm", "hf-masked-lm"])
+def test_a_packed_text_gives_the_weights_of_the_text(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    given = options(task, tmp_path)
+    tokenizer = str(tmp_path / KINDS[task][0] / "tokenizer.json")
+    packed = tmp_path / "packed"
+    words = ["--task", "language-model", "--text", given["text"], "--tokenizer", tokenizer]
+    assert main(["pack", *words, str(packed)]) == 0
+    found = set()
+    for number, data in enumerate(
+        ({"text": given.pop("text")}, {"data_dir": packed}, {"data_dir": f"file://{packed}"})
+    ):
+        words = flags({**given, **data, "batch_size": 4, "learning_rate": 0.01, "replicas": 2, "updates": 4})
+        run = train_inline(tmp_path / f"run-{number}", *words)
+        found.add(json.loads((run / "summary.json").read_text())["weights_sha256"])
+    assert len(found) == 1
+
+
+def test_a_packed_text_of_other_tokens_is_refused(tmp_path: Path, capsys: Any) -> None:
+    given = options("hf-causal-lm", tmp_path)
+    path, text = tmp_path / "gpt2", given.pop("text")
+    words = ["pack", "--task", "language-model", "--text", text]
+    assert main([*words, str(tmp_path / "bytes")]) == 0
+    assert main([*words, "--tokenizer", str(path / "tokenizer.json"), str(tmp_path / "words")]) == 0
+    assert main(["plan", *flags({**given, "data_dir": tmp_path / "words"})]) == 0
+    assert f"at {tmp_path / 'words'}" in capsys.readouterr().out
+    names = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**names, "eos_token": "w0"}))
+    for place, message in (
+        ("bytes", "its tokens are not those of"),
+        ("words", "ends a file with token 3, and .* with 5"),
+    ):
+        assert main(["plan", *flags({**given, "data_dir": tmp_path / place})]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(message, line)
+    assert main(["pack", *flags({**given, "text": text}), str(tmp_path / "other")]) == 2
+    assert "pack its text with --task language-model" in capsys.readouterr().err
 
 
 def test_the_weights_of_the_folder_count_unless_from_scratch_and_a_new_last_layer_is_random(tmp_path: Path) -> None:

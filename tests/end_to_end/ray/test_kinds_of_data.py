@@ -1,0 +1,133 @@
+"""Every kind of data and every task of transformers: the same weights on each placement, after a kill and a resume."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any, Callable, Dict
+
+import numpy as np
+import pytest
+
+from raypod.__main__ import main
+from raypod.plan.config import HF_TASKS
+from tests.support import hf_folders, image_folders
+from tests.support.faulty_runs import plan_for, run, send
+
+# Ray's own code leaves sockets and files to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+TASK = """
+import numpy as np, raypod
+from tests.support.regression import Regression
+X = np.random.default_rng(0).normal(size=(50, 6)).astype(np.float32)
+class Task(Regression):
+    def datasets(self):
+        return [[{"x": row, "y": row[0]} for row in rows] for rows in (X[:40], X[40:])]
+class Padded(Regression):
+    collate = raypod.pad_collate(4, 6, fields=["x"])
+    def datasets(self):
+        return [[{"x": row[: 2 + n % 4], "y": row[0]} for n, row in enumerate(rows)] for rows in (X[:40], X[40:])]
+    def network(self, first_batch):
+        import torch
+        return torch.nn.Linear(1, 1)
+    def training_outputs(self, network, **named):
+        x = named["x"].float().mean(dim=1, keepdim=True)
+        return super().training_outputs(network, x=x, y=named["y"])
+    def evaluation_outputs(self, network, **named):
+        x = named["x"].float().mean(dim=1, keepdim=True)
+        return super().evaluation_outputs(network, x=x, y=named["y"])
+class Parquet(Regression):
+    def datasets(self):
+        return tuple(raypod.from_parquet(f"tables/{split}.parquet", ["x", "y"]) for split in ("train", "test"))
+"""
+Sections = Dict[str, Dict[str, Any]]
+
+
+def at_url(name: str) -> Dict[str, Any]:
+    """Return the settings of packed data that is downloaded."""
+    return {"data_dir": f"file://{Path(name).resolve()}", "cache_dir": str(Path("cache").resolve())}
+
+
+def images() -> Sections:
+    packed = ["pack", str(image_folders.write(Path("images"))), "packed", "--shard-size", "1KB"]
+    assert main(packed) == 0
+    data = {"dataset": "imagefolder", "image_size": 16, "shuffle_window": 3, **at_url("packed")}
+    return {"data": data, "training": {"model": "tiny"}}
+
+
+def samples() -> Sections:
+    assert main(["pack", "--task", "data_kinds:Task", "packed", "--shard-size", "4KB"]) == 0
+    return {"task": {"name": "data_kinds:Task"}, "data": {"shuffle_window": 2, **at_url("packed")}}
+
+
+def ragged() -> Sections:
+    return {"task": {"name": "data_kinds:Padded"}}
+
+
+def parquet() -> Sections:
+    pa = pytest.importorskip("pyarrow", reason="needs the package pyarrow")
+    from pyarrow import parquet
+
+    Path("tables").mkdir()
+    rows = np.random.default_rng(0).normal(size=(50, 6)).astype(np.float32)
+    for name, part in (("train", rows[:40]), ("test", rows[40:])):
+        parquet.write_table(pa.table({"x": list(part), "y": part[:, 0]}), f"tables/{name}.parquet", row_group_size=7)
+    return {"task": {"name": "data_kinds:Parquet"}}
+
+
+def text(**options: Any) -> Sections:
+    Path("text").mkdir()
+    for index in range(20):
+        Path("text", f"{index}.txt").write_text("".join(f"{n} and {n + index}. " for n in range(1 + 7 * index % 12)))
+    assert main(["pack", "--task", "language-model", "--text", "text", "packed"]) == 0
+    task = {"name": "language-model", "sequence_length": 16, **options}
+    return {"task": task, "data": at_url("packed")}
+
+
+def sequences() -> Sections:
+    return text(pack_sequences=True)
+
+
+def hf(task: str) -> Callable[[], Sections]:
+    def sections() -> Sections:
+        pytest.importorskip("transformers", reason="the extra hf is not installed")
+        return hf_folders.values(hf_folders.options(task, Path.cwd()))
+
+    return sections
+
+
+KINDS: Dict[str, Callable[[], Sections]] = {
+    "images": images,
+    "samples": samples,
+    "ragged": ragged,
+    "parquet": parquet,
+    "text": text,
+    "sequences": sequences,
+    **{task: hf(task) for task in HF_TASKS},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_placements_a_kill_and_a_resume_have_the_weights_of_one_instance(
+    session: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("data_kinds.py").write_text(TASK)
+    sections = KINDS[kind]()
+    training = {"updates": 10, "batch_size": 1, "lr_schedule": "constant", **sections.pop("training", {})}
+
+    def planned(instances: int, **run_section: Any) -> Any:
+        folder = tmp_path / f"{instances}x{4 // instances}"
+        return plan_for(folder, training=training, pod={"num_instances": instances}, run=run_section, **sections)
+
+    one = planned(1, fleet="inline", checkpoint_every="5 updates")
+    whole = run(one)
+    killed = run(planned(2), [(4, send(signal.SIGKILL, 1))])
+    resumed = run(planned(4, resume=f"{one.run_dir}/checkpoints/update-00000005"))
+    assert killed.lost == [(1, "died")]
+    assert resumed.updates == [6, 7, 8, 9, 10]
+    assert whole.sha256 == killed.sha256 == resumed.sha256
