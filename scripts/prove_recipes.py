@@ -89,10 +89,10 @@ SMALL: Dict[str, Tuple[int, List[str]]] = {
     "imagenet-mobilenet-v3-small-pod4": (300, [*ONE_MICRO_BATCH, "--learning-rate", "0.016"]),
     "imagenet-mobilenet-v3-large-pod16": (300, [*SHARDED, "--learning-rate", "0.016"]),
     "imagenet-vit-b16-pod16": (60, [*SMALL_VIT, "--learning-rate", "0.001"]),
-    "imagenet-vit-b16-lamb-pod16": (600, [*SMALL_VIT, "--learning-rate", "0.006"]),
+    "imagenet-vit-b16-lamb-pod16": (60, SMALL_VIT),
     "imagenet-resnet50-pod4": (200, IMAGENET),
     **{
-        f"imagenet-resnet50-{name}": (60, [*ONE_MICRO_BATCH, "--image-size", "32", "--learning-rate", "0.02"])
+        f"imagenet-resnet50-{name}": (40, [*ONE_MICRO_BATCH, "--batch-size", "16", "--learning-rate", "0.005"])
         for name in ("pod16", "pod64")
     },
 }
@@ -107,7 +107,7 @@ def write_data(recipe: str, folder: Path) -> List[str]:
     elif recipe.startswith("imagenet"):
         import make_image_folder
 
-        make_image_folder.write(folder, 160 if "vit" in recipe else 3200, 200, 10, patterns=1)
+        make_image_folder.write(folder, 160 if "vit" in recipe else 3200, 40, 10, patterns=1)
     else:
         return []
     return ["--data-dir", str(folder)]

@@ -16,6 +16,7 @@ import yaml
 
 from raypod.plan.cluster_section import Mistake, Section, kind_of, read_section
 from raypod.plan.unique_keys import UniqueKeyLoader
+from raypod.system.command_line import counted
 
 # The top-level keys of `ray up` (ray-schema.json; min_workers: autoscaler/_private/local/config.py).
 TOP_LEVEL_KEYS = (
@@ -169,7 +170,8 @@ def _check_raypod(file: ClusterFile) -> None:
     settings.integer("cpus_per_host")
     if ipus is not None and ipus % per_host:
         settings.add_mistake(
-            "instances_per_host", f"{ipus} IPUs per host cannot be divided equally between {per_host} instances"
+            "instances_per_host",
+            f"{counted(ipus, 'IPU')} per host cannot be divided equally between {per_host} instances",
         )
     network = settings.text("data_network")
     if network is not None and not is_network(network):
@@ -198,7 +200,8 @@ def _check_vipu(settings: Section, ipus: Optional[int], hosts: int, per_host: in
         vipu.add_mistake("size", f"the size of the partition, {size} IPUs, must be a power of two")
     if size is not None and ipus is not None and size < ipus * hosts:
         vipu.add_mistake(
-            "size", f"a partition of {size} IPUs is smaller than the {ipus * hosts} IPUs of the hosts of this file"
+            "size",
+            f"a partition of {counted(size, 'IPU')} is smaller than the {ipus * hosts} IPUs of the hosts of this file",
         )
     if gcds is not None and gcds not in (1, hosts * per_host):
         vipu.add_mistake(

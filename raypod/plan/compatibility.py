@@ -112,10 +112,9 @@ def _check_optimizer(config: Config) -> None:
         name = {"lamb": "LAMB", "rmsprop": "RMSprop"}[training.optimizer]
         raise ConfigError(f"--max-grad-norm: poptorch.optim.{name} cannot clip gradients; use sgd, adam or adamw")
     for key, optimizers in OF_OPTIMIZERS.items():
-        is_given = key != "momentum" and getattr(training, key) not in (None, False)
-        if (is_given or (key == "bias_correction" and training.bias_correction is False)) and (
-            training.optimizer not in optimizers
-        ):
+        value = getattr(training, key)
+        is_given = key != "momentum" and value is not None and (value is not False or key == "bias_correction")
+        if is_given and training.optimizer not in optimizers:
             flag = f"--{key.replace('_', '-')}"
             raise ConfigError(f"{flag} has no effect on --optimizer {training.optimizer}; it is for {_or(optimizers)}")
     if training.velocity_scaling is not None and not training.combined_accumulator:

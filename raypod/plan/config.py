@@ -327,6 +327,13 @@ class TrainingSection(Section):
     max_weight_norm: Optional[float] = Field(
         None, gt=0, allow_inf_nan=False, description="lamb: bound of the norm of a weight (default: 65500)"
     )
+    max_bias_norm: Optional[float] = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="lamb: the same bound for biases and norms (one dimension); 0: Adam's steps, independent of the "
+        "norm (default: --max-weight-norm)",
+    )
     rmsprop_alpha: Optional[float] = Field(
         None, ge=0, lt=1, description="rmsprop: decay of the squared gradients (default: 0.99)"
     )

@@ -46,6 +46,7 @@ OF_OPTIMIZERS: Dict[str, Tuple[str, ...]] = {
     "eps": ("adam", "adamw", "lamb", "rmsprop"),
     "bias_correction": ("adamw", "lamb"),
     "max_weight_norm": ("lamb",),
+    "max_bias_norm": ("lamb",),
     "rmsprop_alpha": ("rmsprop",),
     "rmsprop_tf": ("rmsprop",),
 }

@@ -38,9 +38,9 @@ class Sizes:
             )
         if self.local_ipus > IPUS_PER_PROCESS:
             raise ConfigError(
-                f"one instance would use {self.local_replicas} replicas x {ipus} IPUs = {self.local_ipus} IPUs, and a "
-                f"process can use {IPUS_PER_PROCESS}; use --num-instances {-(-self.total_ipus // IPUS_PER_PROCESS)} "
-                "or more"
+                f"one instance would use {counted(self.local_replicas, 'replica')} x {counted(ipus, 'IPU')} = "
+                f"{self.local_ipus} IPUs, and a process can use {IPUS_PER_PROCESS}; use "
+                f"--num-instances {-(-self.total_ipus // IPUS_PER_PROCESS)} or more"
             )
 
     @property
@@ -181,9 +181,9 @@ def _check_hosts(placement: Placement, per_host: int) -> None:
         needed = placement.ipus_on(host_index)
         if host.ipus is not None and needed > host.ipus:
             raise ClusterError(
-                f"host {host.name} of {placement.cluster.name} has {host.ipus} IPUs and the plan puts {needed} on it "
-                f"({placement.sizes.total_ipus} IPUs on {counted(len(placement.hosts), 'host')}); "
-                "use fewer replicas or more hosts"
+                f"host {host.name} of {placement.cluster.name} has {counted(host.ipus, 'IPU')} and the plan "
+                f"puts {needed} on it ({counted(placement.sizes.total_ipus, 'IPU')} on "
+                f"{counted(len(placement.hosts), 'host')}); use fewer replicas or more hosts"
             )
 
 
@@ -238,7 +238,8 @@ def partition_conflict(partition: VipuPartition, placement: Placement) -> Option
         )
     if partition.size is not None and partition.size < placement.sizes.total_ipus:
         return (
-            f"partition {partition.partition} has {partition.size} IPUs and the run needs {placement.sizes.total_ipus}"
+            f"partition {partition.partition} has {counted(partition.size, 'IPU')} and the run needs "
+            f"{placement.sizes.total_ipus}"
         )
     return None
 

@@ -326,8 +326,9 @@ def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str], c
     if not is_power_of_two(geometry.local_ipus):
         others = hint(cluster, geometry.total_replicas, geometry.num_instances, ipus)
         raise ConfigError(
-            f"one instance would use {geometry.local_replicas} replicas x {ipus} IPUs = {geometry.local_ipus} IPUs, "
-            f"and PopTorch attaches to a power of two{others or '; use 1, 2, 4, 8, ... IPUs per replica'}"
+            f"one instance would use {counted(geometry.local_replicas, 'replica')} x {counted(ipus, 'IPU')} = "
+            f"{geometry.local_ipus} IPUs, and PopTorch attaches to a power of two"
+            f"{others or '; use 1, 2, 4, 8, ... IPUs per replica'}"
         )
     if training.gradient_accumulation < 2 * stages - 1:
         raise ConfigError(

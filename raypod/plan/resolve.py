@@ -31,7 +31,7 @@ from raypod.plan.default_rate import DEFAULT_RATES, default_rate, rate_samples
 from raypod.plan.layout import CHECKPOINTS, CONFIG, SEAL, is_run_folder
 from raypod.plan.pod_section import PodSection
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
-from raypod.system.command_line import nearest, show, suggestion, value_of
+from raypod.system.command_line import counted, nearest, show, suggestion, value_of
 from raypod.system.urls import is_url
 
 Values = Dict[str, Dict[str, Any]]  # section -> key -> value as given, not validated
@@ -325,11 +325,12 @@ def _derive_counts(values: Mapping[str, Mapping[str, Any]], cluster_instances: O
     num_ipus, replicas = _whole_number(pod.get("num_ipus")), _whole_number(pod.get("replicas"))
     if num_ipus and per_replica:
         if num_ipus % per_replica:
-            raise ConfigError(f"{num_ipus} IPUs are not a multiple of {per_replica} IPUs per replica")
+            raise ConfigError(f"--num-ipus {num_ipus} is not a multiple of {per_replica} IPUs per replica")
         if replicas and replicas * per_replica != num_ipus:
             raise ConfigError(
-                f"{replicas} replicas x {per_replica} IPUs = {replicas * per_replica} IPUs, not --num-ipus {num_ipus}; "
-                "give one of --replicas and --num-ipus"
+                f"{counted(replicas, 'replica')} x {counted(per_replica, 'IPU')} = "
+                f"{counted(replicas * per_replica, 'IPU')}, not --num-ipus {num_ipus}; give one of --replicas and "
+                "--num-ipus"
             )
         pod["replicas"] = replicas = num_ipus // per_replica
     total = replicas or PodSection().replicas

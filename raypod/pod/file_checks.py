@@ -15,6 +15,7 @@ from raypod.plan.cluster_section import Mistake
 from raypod.pod.stop_cluster import MARK
 from raypod.runtime.ssh import HEAD_KEY_PATH, has_passphrase
 from raypod.runtime.workers import gcs
+from raypod.system.command_line import counted
 
 HOST_TOKEN_PATH = "~/.ray/auth_token"  # where Ray reads the token
 _START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
@@ -185,7 +186,7 @@ def _command_errors(kind: str, file: ClusterFile) -> List[Mistake]:
         texts.append(f"--node-ip-address={given.group(1)} differs from provider.head_ip {head}")
     ipus, resources = file.raypod.integer("ipus_per_host"), re.search(r'"IPU"\s*:\s*(\d+)', commands)
     if ipus and (resources is None or int(resources.group(1)) != ipus):
-        number = f"{resources.group(1)} IPUs" if resources else "no IPUs"
+        number = counted(int(resources.group(1)), "IPU") if resources else "no IPUs"
         texts.append(f"{number} in --resources, but metadata.raypod.ipus_per_host is {ipus}: use '{{\"IPU\":{ipus}}}'")
     return [Mistake(line, f"{key}: {text}") for text in texts]
 

@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 from raypod.plan.cluster import Cluster
 from raypod.runtime.workers import gcs, ray_admission
 from raypod.system import horovod_address, vipu
+from raypod.system.command_line import counted
 from raypod.system.interfaces import is_address, is_in, is_loopback
 
 OK, WARN, TROUBLE = "ok", "warn", "trouble"
@@ -149,7 +150,7 @@ def _partition(cluster: Cluster, host: str, facts: Facts, severity: str) -> Iter
         yield Finding(severity, host, "partition", f"{name}: {why}", "vipu list partitions")
         return
     found, state = vipu.parse_partition(name, result["output"]), vipu.parse_state(result["output"])
-    size = f"{found.size} IPUs" if found.size else "size unknown"
+    size = counted(found.size, "IPU") if found.size else "size unknown"
     if cluster.vipu.size and found.size and found.size != cluster.vipu.size:
         text = f"{name} has {size}, but the cluster file requires {cluster.vipu.size}"
         yield Finding(severity, host, "partition", text, "correct the cluster file")

@@ -111,7 +111,10 @@ def test_adam_with_decoupled_weight_decay_is_adamw():
     assert_same_training(torch.optim.Adam, torch.optim.AdamW, own=own, lr=0.1, weight_decay=0.5)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"bias_correction": False}, {"max_weight_norm": 0.1, "weight_decay": 0.0}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"bias_correction": False}, {"max_weight_norm": 0.1, "weight_decay": 0.0}, {"max_weight_norm": 0.0}],
+)
 def test_lamb_on_the_device_equals_the_host(arguments):
     assert_same_training(poptorch.optim.LAMB, poptorch.optim.LAMB, lr=0.1, **arguments)
 

@@ -173,9 +173,9 @@ def _check_arguments(given: Dict[str, Any]) -> None:
     for name, value in given.items():
         if name.endswith("accum_type") and value not in _ACCUMULATOR_TYPES:
             raise ValueError(f"{name} must be torch.float32 or torch.float16, not {value}")
-        if name in ("loss_scaling", "velocity_scaling", "max_grad_norm", "max_weight_norm") and not value > 0:
+        if name in ("loss_scaling", "velocity_scaling", "max_grad_norm") and not value > 0:
             raise ValueError(f"{name} must be positive, not {value}")
-        if name in ("lr", "eps", "weight_decay") and value < 0:
+        if name in ("lr", "eps", "weight_decay", "max_weight_norm") and value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
     is_combined = bool(given.get("use_combined_accum"))
     if "velocity_scaling" in given and not is_combined:

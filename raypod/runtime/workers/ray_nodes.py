@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, List, Sequence, Set, TypeVar
 from raypod.errors import ClusterError, PodTooSmall
 from raypod.plan.cluster import LOCAL, Cluster, Host
 from raypod.plan.placement import Placement
+from raypod.system.command_line import counted
 
 _T = TypeVar("_T")
 
@@ -68,8 +69,8 @@ def match_hosts(ray: Any, placement: Placement) -> List[Dict[str, Any]]:
         needed, available = placement.ipus_on(index), node["Resources"].get("IPU", 0)
         if total and needed > available:  # the hosts of an emulated pod have no IPU resource
             raise PodTooSmall(
-                f"host {host.name} has {available:g} IPUs and the plan puts {needed} on it (the pod has {total:g} in "
-                f"all, the plan needs {placement.sizes.total_ipus}); use fewer replicas or more hosts"
+                f"host {host.name} has {counted(int(available), 'IPU')} and the plan puts {needed} on it (the pod has "
+                f"{total:g} in all, the plan needs {placement.sizes.total_ipus}); use fewer replicas or more hosts"
             )
     return nodes
 

@@ -17,6 +17,7 @@ from typing import Any, Dict, List, Sequence, Tuple
 from raypod.errors import ClusterError, WaitTimedOut
 from raypod.plan.placement import Placement
 from raypod.runtime.workers.ray_nodes import alive_nodes
+from raypod.system.command_line import counted
 
 _NODE_ID_LABEL = "ray.io/node-id"  # Ray sets it on every node
 
@@ -107,7 +108,7 @@ def _within(ray: Any, group: Any, placement: Placement, nodes: Sequence[Dict[str
         needed = placement.ipus_on(host_index) if "IPU" in node["Resources"] else 0
         fitting = [index for index in on_node if group.bundle_specs[index].get("IPU", 0) >= needed]
         if not fitting:
-            what = f"{needed} IPUs on host {host.name}" if needed else f"a bundle on host {host.name}"
+            what = f"{counted(needed, 'IPU')} on host {host.name}" if needed else f"a bundle on host {host.name}"
             raise ClusterError(
                 f"this process runs in a placement group of Ray without {what}, and the run uses only resources of "
                 "that group: add them to it"

@@ -174,6 +174,9 @@ def _vision_transformer(training: TrainingSection, channels: int, side: int, cla
     )
     if channels != 3:
         model.conv_proj = nn.Conv2d(channels, width, patch, patch)
+    if training.optimizer == "lamb":
+        # LAMB's steps are proportional to the norm of the weight: an output layer of zeros, as torchvision's, stays so.
+        nn.init.xavier_normal_(model.heads.head.weight)
     if is_small:
         # As large as the patch embeddings: from the usual 0.02 a small network does not learn positions on little data.
         nn.init.normal_(model.encoder.pos_embedding, std=_POSITIONS_STD)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import poptorch
 import torch
@@ -60,7 +60,7 @@ def build_optimizer(config: Config, groups: Sequence[Dict[str, Any]]) -> Any:
     if training.max_grad_norm is not None:
         options["max_grad_norm"] = training.max_grad_norm
     common: Dict[str, Any] = {"lr": training.learning_rate, "loss_scaling": scaling}
-    trained = trained_groups(groups)
+    trained = _with_bias_norm(trained_groups(groups), training.max_bias_norm)
     keys = {key for group in trained for key in group}
     optimizer = chosen.create(trained, accum_type=accumulator, **common, **options)
     added = {key for group in optimizer.param_groups for key in group} - keys
@@ -90,6 +90,23 @@ def _checked_groups(groups: Any) -> List[Dict[str, Any]]:
             f'[{{"params": list(network.parameters())}}]{one if is_optimizer else ""}'
         )
     return listed
+
+
+def _with_bias_norm(groups: List[Dict[str, Any]], bound: Optional[float]) -> List[Dict[str, Any]]:
+    """Return the groups with `max_bias_norm` in groups for parameters of one dimension.
+
+    A group of the task with a `max_weight_norm` of its own keeps it.
+    """
+    found = []
+    for group in groups:
+        biases = [each for each in group["params"] if each.dim() <= 1]
+        if bound is None or "max_weight_norm" in group or not biases:
+            found.append(group)
+            continue
+        if len(biases) < len(group["params"]):
+            found.append({**group, "params": [each for each in group["params"] if each.dim() > 1]})
+        found.append({**group, "params": biases, "max_weight_norm": bound})
+    return found
 
 
 def optimizer_bytes(training: TrainingSection) -> int:

@@ -74,7 +74,7 @@ def test_two_names_of_one_host_are_rejected(ray: ScriptedRay, hosts: str) -> Non
         ({"a": 4.0, "b": 4.0}, 8, None),
         ({}, 8, None),  # the hosts of an emulated pod have none
         ({"a": 4.0}, 2, r"host b has 0 IPUs and the plan puts 1 on it \(the pod has 4 in all, the plan needs 2\)"),
-        ({"a": 3.0, "b": 4.0}, 8, "host a has 3 IPUs and the plan puts 4 on it"),
+        ({"a": 1.0, "b": 4.0}, 8, "host a has 1 IPU and the plan puts 4 on it"),
     ],
 )
 def test_a_host_with_too_few_ipus_is_named(ray: ScriptedRay, ipus: Any, replicas: int, message: Any) -> None:

@@ -95,6 +95,8 @@ def test_vision_transformers_have_dropout_and_a_layer_before_the_classifier() ->
     assert {part.dropout for part in network.modules() if isinstance(part, nn.MultiheadAttention)} == {0.2}
     assert network.heads.pre_logits.out_features == 40
     plain = build(3, 32, 10, model="vit_tiny")
+    assert not plain.heads.head.weight.any()
+    assert build(3, 32, 10, model="vit_tiny", optimizer="lamb").heads.head.weight.norm() > 1
     assert {part.p for part in plain.modules() if isinstance(part, nn.Dropout)} == {0.0}
 
 

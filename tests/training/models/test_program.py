@@ -86,9 +86,20 @@ def test_settings_of_an_optimizer_are_those_of_poptorchs(settings: Dict[str, Any
     assert found == expected
 
 
+def test_the_bound_of_biases_holds_for_all_parameters_of_one_dimension() -> None:
+    weight, bias, scale = (nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (2,), (3,)))
+    groups = [{"params": [bias, weight], "weight_decay": 0.1}, {"params": [scale], "max_weight_norm": 7.0}]
+    settings = {"optimizer": "lamb", "max_weight_norm": 10.0}
+    optimizer: Any = optimizers.build_optimizer(config(**settings, max_bias_norm=0.0), groups)
+    found = [(group["params"], group["max_weight_norm"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert found == [([weight], 10.0, 0.1), ([bias], 0.0, 0.1), ([scale], 7.0, 0.01)]
+    assert len(optimizers.build_optimizer(config(**settings), groups).param_groups) == 2
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"optimizer": "adamw", "max_bias_norm": 0.0}, "it is for lamb"),
         ({"betas": "0.8,0.9"}, "--betas has no effect on --optimizer sgd; it is for adam, adamw or lamb"),
         ({"bias_correction": False}, "it is for adamw or lamb"),
         ({"optimizer": "adam", "combined_accumulator": True}, "it is for sgd"),
