@@ -202,9 +202,9 @@ accepted with the same result and the same change of the state, or rejected by a
 Data loaders load two epochs, of 9 samples in calls of 4, with and without worker processes, in all modes, and as a
 process of two, which shuffles, too; a shuffled asynchronous epoch is not abandoned, as the next order depends on time
 in PopTorch. `horovod.torch` is called on two ranks, which make the same calls with tensors of their own; not called
-is `sparse_allreduce_async`, what measures time, and what ends the process with the real Horovod: a 0-d tensor or one
-number for `splits` of `alltoall`, invalid ranks of a process set. PopDist is not public: the judge of its options is
-the stand-in of the same scripts.
+is what measures time, what makes the ranks wait for each other, as a `name` whose text differs between them, and what
+ends the process with the real Horovod: a 0-d tensor or one number for `splits` of `alltoall`, invalid ranks of a
+process set. PopDist is not public: the judge of its options is the stand-in of the same scripts.
 
 | argument | kinds | rejected | message | core | other |
 |---|---|---|---|---|---|

@@ -163,6 +163,7 @@ class Subject(NamedTuple):
     Attributes:
         base: valid values by parameter, besides those of `BASE`.
         own_kinds: further kinds of single parameters.
+        without: kinds that single parameters are not called with.
     """
 
     name: str
@@ -171,10 +172,12 @@ class Subject(NamedTuple):
     kinds: Dict[str, Callable[[], Any]] = KINDS
     base: Dict[str, Callable[[], Any]] = {}
     own_kinds: Dict[str, Dict[str, Callable[[], Any]]] = {}
+    without: Dict[str, List[str]] = {}
 
     def of(self, parameter: str) -> Dict[str, Callable[[], Any]]:
-        """The kinds of a parameter: `kinds`, and those of its own."""
-        return {**self.kinds, **self.own_kinds.get(parameter, {})}
+        """The kinds of a parameter: `kinds`, and those of its own, except those of `without`."""
+        kinds = {**self.kinds, **self.own_kinds.get(parameter, {})}
+        return {kind: make for kind, make in kinds.items() if kind not in self.without.get(parameter, [])}
 
 
 def _methods(name: str, make: Callable[[], Any], observe: Callable[[Any], Dict[str, Any]]) -> Iterator[Subject]:
