@@ -1,11 +1,11 @@
 """Calls every public function of the `poptorch` that is importable with many kinds of values, and prints what happens.
 
 A program of `api_sweep.py`, which starts it with PopTorch's own Python package and with the emulated SDK; `run` serves
-the others, `loader_probe.py` and `horovod_probe.py`. It prints one
-line of JSON per call: `[name, parameter, kind, outcome]`. An outcome has a `value` (what is returned, and what of the
-state has changed) or an `error` (the names of the exception's classes), and `warned`; `core` if the exception comes
-from the stand-in for the compiled part of PopTorch. A line with the outcome null comes before each call, so that one
-that ends the process is known; PROBE_FROM continues behind it.
+the others, `names_probe.py`, `loader_probe.py` and `horovod_probe.py`. It prints one line of JSON per call: `[name,
+parameter, kind, outcome]`. An outcome has a `value` (what is returned, and what of the state has changed) or an `error`
+(the names of the exception's classes), and `warned`; `core` if the exception comes from the stand-in for the compiled
+part of PopTorch. A line with the outcome null comes before each call, so that one that ends the process is known;
+PROBE_FROM continues behind it.
 """
 
 from __future__ import annotations
