@@ -5,8 +5,8 @@
 
 GIT_DIR is a clone of graphcore/poptorch, bare or not. Its folder `python/` runs unchanged, over a core that replays its
 graphs on the CPU (`conformance/front_end/`), and is the judge; with Python 3.8 and torch 2.0.1. Every call is made in
-both (`conformance/api_probe.py`, `loader_probe.py`). The judge of `horovod.torch` is a real Horovod on two ranks, of
-the interpreter that HOROVOD_PYTHON names (`horovod_probe.py`):
+both (`conformance/api_probe.py`, `names_probe.py`, `loader_probe.py`). The judge of `horovod.torch` is a real Horovod
+on two ranks, of the interpreter that HOROVOD_PYTHON names (`horovod_probe.py`):
 
     same       both accept the value, with the same result and the same change of the state; or both reject it
     message    the emulated SDK raises an exception or warns where PopTorch does not
@@ -38,7 +38,7 @@ from conformance.command import exit_with, refuse  # noqa: E402  # as above
 
 PAGE = ROOT / "docs" / "reference" / "api-sweep.md"
 SAME, MESSAGE, CORE, SILENT = "same", "message", "core", "silent"
-_PROBES, _HOROVOD = ("api_probe", "loader_probe"), "horovod_probe"
+_PROBES, _HOROVOD = ("api_probe", "names_probe", "loader_probe"), "horovod_probe"
 _LIMIT_S = 1800.0
 
 Outcome = Dict[str, Any]
@@ -202,9 +202,10 @@ accepted with the same result and the same change of the state, or rejected by a
 Data loaders load two epochs, of 9 samples in calls of 4, with and without worker processes, in all modes, and as a
 process of two, which shuffles, too; a shuffled asynchronous epoch is not abandoned, as the next order depends on time
 in PopTorch. `horovod.torch` is called on two ranks, which make the same calls with tensors of their own; not called
-is `sparse_allreduce_async`, what measures time, and what ends the process with the real Horovod: a 0-d tensor or one
-number for `splits` of `alltoall`, invalid ranks of a process set. PopDist is not public: the judge of its options is
-the stand-in of the same scripts.
+is what depends on the hardware or measures time, what makes the ranks wait for each other, as a `name` whose text
+differs between them, and what ends the process with the real Horovod: a 0-d tensor or one number for `splits` of
+`alltoall`, invalid ranks of a process set. PopDist is not public: the judge of its options is the stand-in of the same
+scripts.
 
 | argument | kinds | rejected | message | core | other |
 |---|---|---|---|---|---|

@@ -1,11 +1,11 @@
 """Calls every public function of the `poptorch` that is importable with many kinds of values, and prints what happens.
 
 A program of `api_sweep.py`, which starts it with PopTorch's own Python package and with the emulated SDK; `run` serves
-the others, `loader_probe.py` and `horovod_probe.py`. It prints one
-line of JSON per call: `[name, parameter, kind, outcome]`. An outcome has a `value` (what is returned, and what of the
-state has changed) or an `error` (the names of the exception's classes), and `warned`; `core` if the exception comes
-from the stand-in for the compiled part of PopTorch. A line with the outcome null comes before each call, so that one
-that ends the process is known; PROBE_FROM continues behind it.
+the others, `names_probe.py`, `loader_probe.py` and `horovod_probe.py`. It prints one line of JSON per call: `[name,
+parameter, kind, outcome]`. An outcome has a `value` (what is returned, and what of the state has changed) or an `error`
+(the names of the exception's classes), and `warned`; `core` if the exception comes from the stand-in for the compiled
+part of PopTorch. A line with the outcome null comes before each call, so that one that ends the process is known;
+PROBE_FROM continues behind it.
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ class Subject(NamedTuple):
     Attributes:
         base: valid values by parameter, besides those of `BASE`.
         own_kinds: further kinds of single parameters.
+        without: kinds that single parameters are not called with.
     """
 
     name: str
@@ -171,10 +172,12 @@ class Subject(NamedTuple):
     kinds: Dict[str, Callable[[], Any]] = KINDS
     base: Dict[str, Callable[[], Any]] = {}
     own_kinds: Dict[str, Dict[str, Callable[[], Any]]] = {}
+    without: Dict[str, List[str]] = {}
 
     def of(self, parameter: str) -> Dict[str, Callable[[], Any]]:
-        """The kinds of a parameter: `kinds`, and those of its own."""
-        return {**self.kinds, **self.own_kinds.get(parameter, {})}
+        """The kinds of a parameter: `kinds`, and those of its own, except those of `without`."""
+        kinds = {**self.kinds, **self.own_kinds.get(parameter, {})}
+        return {kind: make for kind, make in kinds.items() if kind not in self.without.get(parameter, [])}
 
 
 def _methods(name: str, make: Callable[[], Any], observe: Callable[[Any], Dict[str, Any]]) -> Iterator[Subject]:

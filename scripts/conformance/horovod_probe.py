@@ -120,7 +120,6 @@ def subjects() -> Iterator[Subject]:
 
 _APART = ("DistributedOptimizer", "ProcessSet", "SyncBatchNorm", "Compression", "HorovodInternalError")
 _APART += (
-    "sparse_allreduce_async",
     "add_process_set",
     "remove_process_set",
     "init",
@@ -148,17 +147,19 @@ def _subject(name: str, function: Callable[..., Any]) -> Subject:
     called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [each.replace(kind=each.POSITIONAL_OR_KEYWORD, annotation=each.empty) for each in parameters if _is_own(each)]
     )
-    base = {**_BASE, "process_set": lambda: hvd.global_process_set} if "process_set" not in name else _BASE
-    if name.startswith("sparse_"):
-        base = {**base, "tensor": _OF_TENSORS["sparse tensor"], "name": lambda: None, "op": lambda: hvd.Average}
     kinds = _WITH_TENSORS if parameters and parameters[0].name.startswith("tensor") else _ALL
+    base = {**_BASE, "process_set": lambda: hvd.global_process_set} if "process_set" not in name else _BASE
+    without: Dict[str, List[str]] = {}
+    if name.startswith("sparse_"):  # its name is the text of the value, which has to be the same on both ranks
+        without = {"name": [kind for kind in kinds if kind not in _PLAIN or kind in ("function", "object")]}
+        base = {**base, "tensor": _OF_TENSORS["sparse tensor"], "name": lambda: None, "op": lambda: hvd.Average}
     if name in ("poll", "synchronize"):  # a number may be the handle of another call
         kinds = {kind: make for kind, make in kinds.items() if kind not in _OF_ONE_NUMBER}
     if name.startswith("alltoall"):  # a 0-d tensor, and a number for `splits`, ends the process with the real Horovod
         kinds = {kind: make for kind, make in kinds.items() if kind not in _OF_ONE_NUMBER}
     if name.endswith("_object"):  # one rank alone would fail where an object cannot be pickled
         kinds = {kind: make for kind, make in kinds.items() if "generator" not in kind}
-    return Subject(f"horovod.torch.{name}()", _prepared(called), kinds=kinds, base=base)
+    return Subject(f"horovod.torch.{name}()", _prepared(called), kinds=kinds, base=base, without=without)
 
 
 _OF_ONE_NUMBER = ("True", "False", "0", "1", "2", "3", "-1", "0.5", "2.0", "nan", "4", "5", "6", "tensor()")

@@ -279,7 +279,7 @@ def test_what_horovods_python_or_its_binding_rejects_is_an_error(call: Any, erro
 @pytest.mark.usefixtures("single_rank")
 def test_sparse_tensors_are_added_only() -> None:
     matrix = torch.eye(2).to_sparse()
-    assert torch.equal(hvd.sparse_allreduce_async(matrix, "x", hvd.Average)().to_dense(), torch.eye(2))
+    assert torch.equal(hvd.sparse_allreduce_async(matrix, 1, hvd.Average)().to_dense(), torch.eye(2))
     with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="Average or Sum only, not Max"):
         hvd.sparse_allreduce_async(matrix, "x", hvd.Max)
 

@@ -10,6 +10,7 @@ import io
 import os
 import subprocess
 import sys
+import types
 import warnings
 import weakref
 
@@ -296,7 +297,9 @@ def test_attributes_that_cannot_be_copied_are_shared():
         return line.inner(x)
 
     inner = Line()
-    model = Apply(forward, inner=inner, handle=(item for item in [1]), layers=[inner])
+    gone = weakref.proxy(Line())
+    nested = [gone, types.SimpleNamespace(gone=gone)]
+    model = Apply(forward, inner=inner, handle=(item for item in [1]), layers=[inner], nested=nested)
     poptorch.trainingModel(model, options(2))(torch.ones(2))
 
 

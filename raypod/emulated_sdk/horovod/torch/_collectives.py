@@ -346,17 +346,18 @@ _KEY = "allreduce"  # of a dense gradient, also for a sparse one: the operation 
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor, name: Any, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
     """Start to sum a sparse tensor over all ranks; return the function that waits and returns the sum, uncoalesced.
 
+    `name` is of any type: its text is the name, "None" for None.
     The indices and values of all ranks are gathered, whose numbers may differ; with Average the values are divided by
     the number of ranks. Other reductions are HorovodInternalError.
     """
     if op not in (ReduceOp.Average, ReduceOp.Sum):
         raise HorovodInternalError(f"sparse tensors are reduced by Average or Sum only, not {ReduceOp(op).name}")
     rows = [tensor._indices().t().contiguous(), tensor._values().contiguous()]
-    handle = Allgather(_KEY, name, process_set).submit(rows)
+    handle = Allgather(_KEY, str(name), process_set).submit(rows)
     return lambda: _sum(synchronize(handle), tensor.shape, op, process_set)
 
 

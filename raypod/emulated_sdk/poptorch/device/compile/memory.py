@@ -22,7 +22,7 @@ from poptorch.errors import Error
 _Class = TypeVar("_Class", bound=type)
 
 # What copying an arbitrary Python object may raise: such attributes are shared instead.
-_UNCOPYABLE = (TypeError, RuntimeError, AttributeError, ValueError, pickle.PickleError, copy.Error)
+_UNCOPYABLE = (TypeError, RuntimeError, AttributeError, ValueError, ReferenceError, pickle.PickleError, copy.Error)
 _TENSORS = ("_parameters", "_buffers")
 
 
@@ -230,18 +230,19 @@ def _rebound(value: Any, memo: Dict[int, Any]) -> Any:
     """
     if id(value) in memo:
         return memo[id(value)]
-    if isinstance(value, types.MethodType):
+    kind = type(value)  # not by isinstance: a weak proxy of an object that is gone has no class
+    if kind is types.MethodType:
         function, owner = _rebound(value.__func__, memo), _rebound(value.__self__, memo)
         is_same = function is value.__func__ and owner is value.__self__
         return value if is_same else types.MethodType(function, owner)
-    if isinstance(value, types.FunctionType) and value.__closure__:
+    if kind is types.FunctionType and value.__closure__:
         return _rebound_function(value, memo)
-    if isinstance(value, functools.partial):
+    if issubclass(kind, functools.partial):
         return _rebound_partial(value, memo)
-    if type(value) in (list, tuple):
+    if kind in (list, tuple):
         items = [_rebound(item, memo) for item in value]
-        return value if all(new is old for new, old in zip(items, value)) else type(value)(items)
-    if type(value) is dict:
+        return value if all(new is old for new, old in zip(items, value)) else kind(items)
+    if kind is dict:
         rebound = {key: _rebound(item, memo) for key, item in value.items()}
         return value if all(rebound[key] is item for key, item in value.items()) else rebound
     return value
