@@ -80,7 +80,7 @@ SMALL: Dict[str, Tuple[int, List[str]]] = {
     **{
         f"imagenet-efficientnet-{name}": (
             40,
-            [*SHARDED, "--recomputation", "all", *FEW_IMAGES, *NO_MIXING, "--learning-rate", "0.0003"],
+            [*SHARDED, "--recomputation", "all", *FEW_IMAGES, *NO_MIXING, "--learning-rate", "0.00003"],
         )
         for name in ("b4-pod16", "b4-pod64", "b4-g1-pod16")
     },
