@@ -39,6 +39,8 @@ ONE_REPLICA = [
 ]
 ONE_MICRO_BATCH = [*ONE_REPLICA, "--batch-size", "32", "--gradient-accumulation", "1"]
 SHARDED = [*ONE_MICRO_BATCH, "--execution", "sharded"]  # a pipeline of n IPUs needs 2 n - 1 micro-batches
+FEW_IMAGES = ["--batch-size", "16", "--no-augment", "--warmup-updates", "5"]  # 48, which are learnt by heart
+NO_MIXING = ["--mixup-alpha=0", *(f"--cutmix-{name}=0" for name in ("lambda-low", "lambda-high", "disable-prob"))]
 SMALL_VIT = [  # 6 layers of width 192, which learn the images by heart
     *(*ONE_REPLICA, "--model", "vit_tiny", "--vit-representation-size", "192", "--vit-dropout", "0"),
     *("--vit-attention-dropout", "0", "--recomputation-checkpoints", "encoder.layers.encoder_layer_?"),
@@ -76,7 +78,10 @@ SMALL: Dict[str, Tuple[int, List[str]]] = {
     **{f"gpt2{name}-pod16": (24, GPT2) for name in ("", "-medium", "-large-512")},
     "gpt-tiny": (300, ["--max-mb", "0.3"]),
     **{
-        f"imagenet-efficientnet-{name}": (60, [*SHARDED, "--learning-rate", "0.002"])
+        f"imagenet-efficientnet-{name}": (
+            40,
+            [*SHARDED, "--recomputation", "all", *FEW_IMAGES, *NO_MIXING, "--learning-rate", "0.00003"],
+        )
         for name in ("b4-pod16", "b4-pod64", "b4-g1-pod16")
     },
     "imagenet-efficientnet-b0-pod16": (
@@ -92,7 +97,7 @@ SMALL: Dict[str, Tuple[int, List[str]]] = {
     "imagenet-vit-b16-lamb-pod16": (60, SMALL_VIT),
     "imagenet-resnet50-pod4": (200, IMAGENET),
     **{
-        f"imagenet-resnet50-{name}": (40, [*ONE_MICRO_BATCH, "--batch-size", "16", "--learning-rate", "0.005"])
+        f"imagenet-resnet50-{name}": (40, [*ONE_MICRO_BATCH, *FEW_IMAGES, "--learning-rate", "0.004"])
         for name in ("pod16", "pod64")
     },
 }
@@ -107,7 +112,8 @@ def write_data(recipe: str, folder: Path) -> List[str]:
     elif recipe.startswith("imagenet"):
         import make_image_folder
 
-        make_image_folder.write(folder, 160 if "vit" in recipe else 3200, 40, 10, patterns=1)
+        is_augmented = "--no-augment" not in SMALL[recipe][1]
+        make_image_folder.write(folder, 3200 if is_augmented else 160 if "vit" in recipe else 48, 40, 10, patterns=1)
     else:
         return []
     return ["--data-dir", str(folder)]

@@ -47,8 +47,16 @@ _SWITCHES = {
 
 Run = Callable[[argparse.Namespace], int]
 _LETTERS = {"--quiet": "-q", "--verbose": "-v"}
-_TRAIN = "Train a model on this host or on a pod. Without flags: a ResNet on digits, on two emulated instances."
-_PLAN = "Print what `raypod train` with the same flags would run where. Nothing is started or downloaded."
+_DESCRIPTIONS = {
+    "raypod train": (
+        "Train a model on this host or on a pod. Without flags: a ResNet on digits, on two emulated instances."
+    ),
+    "raypod plan": "Print what `raypod train` with the same flags would run where. Nothing is started or downloaded.",
+    "raypod compile": (
+        "Compile the training and the evaluation of `raypod train` with the same flags, without IPUs, into the "
+        "executable cache, and print the estimate of the memory."
+    ),
+}
 
 
 def parser(words: Sequence[str], prog: str, switches: Sequence[str], run: Run = lambda args: 0) -> FlagParser:
@@ -65,7 +73,7 @@ def parser(words: Sequence[str], prog: str, switches: Sequence[str], run: Run = 
     """
     check_words(words)
     local_copies.take_resumed(value_of(words, "--resume", "run.resume"))
-    parser = FlagParser(run, prog=prog, add_help=False, description=_TRAIN if "--dry-run" in switches else _PLAN)
+    parser = FlagParser(run, prog=prog, add_help=False, description=_DESCRIPTIONS[prog])
     groups = flags.add_flags(parser, schema_for(words))
     for switch in switches:
         names = [_LETTERS[switch], switch] if switch in _LETTERS else [switch]

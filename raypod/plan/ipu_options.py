@@ -196,6 +196,9 @@ def check(config: Config) -> None:
         )
     if config.ipu.automatic_loss_scaling and config.training.initial_loss_scaling is not None:
         raise ConfigError("--initial-loss-scaling contradicts --automatic-loss-scaling; omit one of them")
+    profile = config.ipu.ipu_profile
+    if profile is not None and Path(profile).expanduser().exists() and not Path(profile).expanduser().is_dir():
+        raise ConfigError(f"--ipu-profile {profile} is a file; give a folder for the reports")
     _check_memory(config)
     _check_execution(config)
 

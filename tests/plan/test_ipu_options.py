@@ -71,6 +71,7 @@ def test_options_by_their_own_names_are_pairs_and_flags_can_be_repeated() -> Non
     ("ipu", "training", "words"),
     [
         ({"automatic_loss_scaling": True}, {}, "--automatic-loss-scaling needs gradients in half"),
+        ({"ipu_profile": __file__}, {}, "--ipu-profile .*test_ipu_options.py is a file"),
         (
             {"automatic_loss_scaling": True},
             {"precision": "16.16", "initial_loss_scaling": 1},
