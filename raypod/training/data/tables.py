@@ -305,7 +305,7 @@ def _saved(folder: Path, columns: Optional[Sequence[str]], pages: Optional[_Mapp
         tables = [pa.ipc.open_stream(each).read_all() for each in opened]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot read {folder}: {' '.join(str(error).split())}; save it again") from None
-    return Table(str(folder), _joined(pa, files, tables), columns, pages and pages.on_read)
+    return Table(str(folder), _joined(pa, files, tables), columns, None if pages is None else pages.on_read)
 
 
 def is_saved(folder: Path) -> bool:
@@ -384,8 +384,8 @@ def splits_in(folder: Path, columns: Optional[Sequence[str]], room: Path) -> Opt
         found = [next((folder / name for name in names if is_saved(folder / name)), None) for names in (_TRAIN, _TEST)]
         if found[0] is None:
             raise ConfigError(f"{folder} has no split {_TRAIN[0]}: pack the folder of one of its splits")
-        train, test = (None if each is None else _saved(each, columns, _MappedFiles()) for each in found)
-        return train, [] if test is None else test
+        tables = [_saved(each, columns, _MappedFiles()) for each in found if each is not None]
+        return tables[0], tables[1] if len(tables) > 1 else []
     train, test = (_parquet_pattern(folder, names) for names in (_TRAIN, _TEST))
     if train is None:
         return None

@@ -122,6 +122,7 @@ def test_placements_a_kill_and_a_resume_have_the_weights_of_one_instance(
 
     def planned(instances: int, **run_section: Any) -> Any:
         folder = tmp_path / f"{instances}x{4 // instances}"
+        run_section["start_timeout_s"] = 400  # transformers is slow to import on a busy machine
         return plan_for(folder, training=training, pod={"num_instances": instances}, run=run_section, **sections)
 
     one = planned(1, fleet="inline", checkpoint_every="5 updates")
