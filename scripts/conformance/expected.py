@@ -106,10 +106,15 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _holds(text: str) -> bool:
-    """Whether an installed package satisfies a requirement; "not NAME" holds for a package that is not installed."""
+    """Whether an installed package satisfies a requirement.
+
+    "NAME" holds for one that can be imported, whatever its distribution is called; "not NAME" for one that cannot.
+    """
     if text.startswith("not "):
         return importlib.util.find_spec(text[len("not ") :]) is None
     requirement = Requirement(text)
+    if not requirement.specifier:
+        return importlib.util.find_spec(requirement.name) is not None
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:

@@ -171,10 +171,12 @@ def test_an_entry_counts_in_its_environment_only(tmp_path: Path) -> None:
         "- {tests: a, reason: r, where: 'pytest>=1'}\n- {tests: [b], reason: r, where: 'pytest<1'}\n"
         "- {tests: c, reason: r, where: ['pytest>=1', 'no_such_package>0']}\n"
         "- {tests: [d, e], reason: r, semantic: false}\n"
+        "- {tests: f, reason: r, where: [yaml, not no_such_package]}\n"  # its distribution is called PyYAML
     )
     assert [(entry.patterns, entry.is_semantic) for entry in expected.read_list(path)] == [
         (["a"], True),
         (["d", "e"], False),
+        (["f"], True),
     ]
     path.write_text("- {tests: a}\n")
     with pytest.raises(expected.ListError, match="`reason`"):
