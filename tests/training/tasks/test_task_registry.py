@@ -127,6 +127,8 @@ class OnlyTrain(Task):
     def datasets(self):
         return [(torch.full((4,), float(i)),) for i in range(64)], None
 class Other: pass
+def twelve(channels, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64 * channels, 12))
 """
 PIPELINE = ["--ipus-per-replica", "2", "--gradient-accumulation", "3", "--pipeline-splits", "x"]
 FLAGS = ["--fleet", "inline", "--updates", "2", "--device", "emulated"]
@@ -245,6 +247,15 @@ def test_wrong_outputs_name_the_method_before_the_first_update(
     words = words.replace("LINE", str(line))
     assert words in capsys.readouterr().err
     assert task in ("NoMetric", "LossOnly", "LossOfSamples") or not (tmp_path / "run").exists()
+
+
+def test_a_model_with_other_outputs_than_classes_is_an_error_in_the_first_call(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--model", "registered_tasks:twelve", "--num-instances", "1", "--replicas", "1", "--run-dir", "run"]
+    assert train.main([*flags, *FLAGS]) == 2
+    words = "--model registered_tasks:twelve has 12 outputs for an image, and the data set 10 classes"
+    assert words in capsys.readouterr().err
 
 
 def test_a_task_of_tuples_without_a_test_split_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
