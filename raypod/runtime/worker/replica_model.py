@@ -194,7 +194,7 @@ def check_parameters(task: TaskOutputs, batch: Sequence[torch.Tensor]) -> None:
         try:
             inspect.signature(method).bind(task, *positional, **named)
         except TypeError as error:
-            entries = f"{len(batch)} tensors of a sample" if task.names is None else ", ".join(task.names)
+            entries = f"{len(batch)} tensor(s) of a sample" if task.names is None else ", ".join(task.names)
             raise ConfigError(
                 f"{type(task).__name__}.{method.__name__}{user_code.place_of_function(method)} cannot be called with "
                 f"the network and {entries}, each an argument: {error}"

@@ -80,7 +80,8 @@ def test_known_lengths_are_not_loaded() -> None:
 @pytest.mark.parametrize(
     ("split", "words"),
     [
-        (kind("pandas", "DataFrame", __module__="pandas.core.frame"), "`raypod.Arrays(x=frame"),
+        (kind("pandas", "DataFrame"), "`raypod.Arrays(x=frame"),
+        (kind("pandas.core.frame", "DataFrame"), "`raypod.Arrays(x=frame"),
         (DataLoader(WORDS), "`loader.dataset`"),  # type: ignore[arg-type]
         (Stream(), "`list(dataset)`"),
         (Stream(), "`raypod pack FOLDER OUT`"),

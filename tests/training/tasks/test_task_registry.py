@@ -233,7 +233,7 @@ def test_bad_input_is_one_line(
         ("LossOfSamples", "returned (a tensor of shape [2, 1], a dict); it must return loss, {'size': (num"),
         ("NoNetwork", "NoNetwork: network() must return an nn.Module, and returned None: `return` is missing"),
         ("OfBatch", "OfBatch.training_outputs (registered_tasks.py:LINE) cannot be called with the network and x,"),
-        ("OfPairs", "the network and 2 tensors of a sample, each an argument: too many positional arguments"),
+        ("OfPairs", "the network and 2 tensor(s) of a sample, each an argument: too many positional arguments"),
         ("WholeBatch", "returned a 0-d tensor for 'loss'; sums are tensors with one value per sample, [2], or numbers"),
         ("WholeBatchOfOne", "evaluation_outputs (registered_tasks.py:LINE) returned a tensor of shape [1] for 'loss'"),
         ("NoLoss", "NoLoss.evaluation_outputs (registered_tasks.py:LINE) returned the metrics 'size'; they are 'loss'"),
