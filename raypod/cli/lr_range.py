@@ -72,6 +72,8 @@ def _check(argv: Sequence[str]) -> None:
     for flag, key in _OWN:
         if value_of(argv, flag, key) is not None:
             raise ConfigError(f"lr-range has a schedule of its own: omit {flag}")
+    if value_of(argv, "--resume", "--resume") is not None:
+        raise ConfigError("lr-range begins at the first update: omit --resume; --init-weights takes a run's weights")
     for flag in ("--detach", "--detach-as"):
         if flag in argv:
             raise ConfigError(f"lr-range ends with its result: omit {flag}")

@@ -26,6 +26,7 @@ from raypod.plan.values import parse_interval
 # Keys of the section `data` that only images of folders have.
 OF_IMAGE_FOLDERS = ("jpeg_decoder", "policy", "random_erasing")
 OF_SHARDS = ("shuffle_window", "cache_size")  # those that only data in shards have
+OF_SYNTHETIC = ("samples", "image")  # those that only synthetic images have
 
 
 def check_compatible(config: Config) -> None:
@@ -34,7 +35,7 @@ def check_compatible(config: Config) -> None:
     check_settings(training)
     ipu_options.check(config)
     check_data_folder(config)
-    _check_image_folder(config)
+    _check_data_set(config)
     _check_optimizer(config)
     check_mixing(config)
     _check_policy(config)
@@ -172,13 +173,17 @@ def _or(words: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def _check_image_folder(config: Config) -> None:
-    """Raise ConfigError for a setting that only images of folders, or data in shards, have."""
+def _check_data_set(config: Config) -> None:
+    """Raise ConfigError for a setting that only images of folders, data in shards or synthetic images have."""
     is_image_task = config.task.name in IMAGE_TASKS
     of_shards = f"--dataset {_or((*IMAGE_FOLDERS, SHARDS))}" if is_image_task else "--data-dir"
     folders = f"--dataset {_or(IMAGE_FOLDERS)}"
     needs = {**dict.fromkeys(OF_IMAGE_FOLDERS, (config.decoder is not None, folders))}
     needs.update(dict.fromkeys(OF_SHARDS, (config.reads_shards, of_shards)))
+    if is_image_task:
+        is_synthetic, has_function = config.data.dataset == "synthetic", ":" in config.data.dataset
+        needs.update(dict.fromkeys(OF_SYNTHETIC, (is_synthetic, "--dataset synthetic")))
+        needs["classes"] = (is_synthetic or has_function, "--dataset synthetic or module:function")
     for key, (has_effect, needed) in needs.items():
         value = getattr(config.data, key)
         if not has_effect and value != DataSection.model_fields[key].default:

@@ -46,6 +46,7 @@ def test_the_command_writes_the_curve_and_prints_a_rate(tmp_path: Path, capsys: 
     ("words", "message"),
     [
         (["--lr-schedule", "step"], "omit --lr-schedule"),
+        (["--resume", "runs/x"], "lr-range begins at the first update: omit --resume"),
         (["--detach"], "omit --detach"),
         (["--updatse", "5"], "did you mean --updates?"),
     ],

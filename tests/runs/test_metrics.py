@@ -152,7 +152,9 @@ def test_the_points_to_which_a_run_can_return_are_bounded(make: Callable[..., Pl
 
 
 def test_an_epoch_keeps_no_updates(make: Callable[..., Plan]) -> None:
-    metrics = MetricsAggregator(make(pod={"num_instances": 1, "replicas": 1}, data={"samples": 80_000}), 0.0)
+    metrics = MetricsAggregator(
+        make(pod={"num_instances": 1, "replicas": 1}, data={"dataset": "synthetic", "samples": 80_000}), 0.0
+    )
     refs = []
     for call in range(3):
         (update,) = metrics.add(report(0, [[float(call)]], [[8]], first=call), 1.0)

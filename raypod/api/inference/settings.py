@@ -11,7 +11,7 @@ from raypod.api import planning
 from raypod.api.inference.checkpoints import PathLike, Run, Weights, load, open_run
 from raypod.errors import ConfigError
 from raypod.plan import flags, ipu_options, resolve
-from raypod.plan.compatibility import OF_IMAGE_FOLDERS, OF_SHARDS, check_data_folder
+from raypod.plan.compatibility import OF_IMAGE_FOLDERS, OF_SHARDS, OF_SYNTHETIC, check_data_folder
 from raypod.plan.config import IMAGE_FOLDERS, IMAGE_TASKS, SHARDS, Config, fields
 from raypod.plan.plan import Plan, pipeline_stages
 from raypod.system.command_line import suggestion
@@ -116,6 +116,9 @@ def changed(config: Config, changes: Mapping[str, Any], allowed: Sequence[str]) 
         for key in (*OF_IMAGE_FOLDERS, "rand_augment_ops", "rand_augment_magnitude"):
             values["data"].pop(key, None)
     is_image_task, dataset = resolve.task_of_values(values) in IMAGE_TASKS, values["data"]["dataset"]
+    for key in (*OF_SYNTHETIC, "classes") if dataset != "synthetic" else ():
+        if f"data.{key}" not in changes and not (key == "classes" and ":" in dataset):
+            values["data"].pop(key, None)
     if is_image_task and dataset not in (*IMAGE_FOLDERS, SHARDS):
         for key in OF_SHARDS:
             values["data"].pop(key, None)

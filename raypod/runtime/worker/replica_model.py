@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import random
 import warnings
 from typing import Any, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
@@ -14,6 +15,7 @@ from torch import nn
 
 from raypod.errors import ConfigError
 from raypod.events import CallReport, EvaluationReport
+from raypod.plan import user_code
 from raypod.plan.metric import exact_parts
 from raypod.plan.plan import Plan
 from raypod.training.checkpoint import initial_weights, tensors
@@ -47,8 +49,11 @@ class ReplicaModel:
         self.optimizer = optimizers.build_optimizer(plan.config, groups)
 
     def check_evaluation(self, plan: Plan, task: Task, first_batch: Batch) -> None:
-        """Check the metrics that a task of the user returns; see `check`."""
-        if ":" in plan.config.task.name and plan.dataset_size.test_samples:
+        """Check the parameters of a user's methods, and the metrics that they return; see `check`."""
+        if ":" not in plan.config.task.name:
+            return
+        check_parameters(task, first_batch)
+        if plan.dataset_size.test_samples:
             check(plan, task, self.network, self.evaluation_step.prepare, first_batch)
 
     def train(self) -> None:
@@ -180,6 +185,20 @@ class EvaluationSums:
         """Return the sums over all samples, and the predictions for them."""
         sums = tuple(map(exact_parts, self._columns))
         return EvaluationReport(instance, len(self._columns[0]), sums, predictions=predictions)
+
+
+def check_parameters(task: TaskOutputs, batch: Sequence[torch.Tensor]) -> None:
+    """Raise ConfigError if a method of the task cannot be called with the network and the tensors of a batch."""
+    positional, named = (batch, {}) if task.names is None else ((), dict(zip(task.names, batch)))
+    for method in (task.training_outputs, task.evaluation_outputs):
+        try:
+            inspect.signature(method).bind(task, *positional, **named)
+        except TypeError as error:
+            entries = f"{len(batch)} tensor(s) of a sample" if task.names is None else ", ".join(task.names)
+            raise ConfigError(
+                f"{type(task).__name__}.{method.__name__}{user_code.place_of_function(method)} cannot be called with "
+                f"the network and {entries}, each an argument: {error}"
+            ) from None
 
 
 def check(plan: Plan, task: TaskOutputs, network: nn.Module, prepare: nn.Module, batch: Sequence[torch.Tensor]) -> None:

@@ -92,11 +92,17 @@ class PadCollate:
         return tensor.dim() > 0 and (self._fields is None or key in self._fields)
 
     def _padded(self, sample: Any) -> Any:
+        entries = _entries(sample)
+        values = self._value if isinstance(self._value, Mapping) else ()
+        unknown = [key for key in (*(self._fields or ()), *values) if key not in entries]
+        if unknown:
+            known = ", ".join(map(repr, entries))
+            raise ConfigError(f"pad_collate: a sample has no entry {unknown[0]!r}; its entries are {known}")
         length, target = self._length(sample), self._lengths[-1]
         if length > target:
             raise ConfigError(f"a sample cannot be padded: {self._too_long(length)}")
         found: Dict[Any, torch.Tensor] = {}
-        for key, tensor in _entries(sample).items():
+        for key, tensor in entries.items():
             found[key] = self._pad(key, tensor, target) if self._is_padded(key, tensor) else tensor
         if self._mask is not None:
             found[self._mask] = torch.zeros(target)

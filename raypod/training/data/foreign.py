@@ -28,6 +28,11 @@ def way_to_use(split: Any) -> Optional[str]:
         return 'a DatasetDict: return one of its data sets, as in `raypod.from_hf(data["train"])`'
     if is_of_hf(split, "Dataset") and getattr(split, "format", {"type": "torch"}).get("type") is None:
         return "a Hugging Face data set whose samples are lists: return `raypod.from_hf(dataset)`"
+    if type(split).__module__.partition(".")[0] == "pandas" and type(split).__name__ == "DataFrame":
+        return (
+            "a DataFrame of pandas: return arrays of its columns, as in "
+            '`raypod.Arrays(x=frame[["a", "b"]].to_numpy(), y=frame["c"].to_numpy())`'
+        )
     if not (hasattr(split, "__len__") and hasattr(split, "__getitem__")):
         return "not a map-style data set (no __len__ or __getitem__)"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -200,6 +201,15 @@ def _collated_splits(task: str, train: Any, test: Any, collate: Collate, seed: i
     """Return the splits with samples that have passed `Task.collate`. ConfigError if one cannot be padded."""
     if isinstance(train, Arrays):
         raise ConfigError(f"task {task}: collate has no effect on Arrays, whose rows have one shape; omit it")
+    try:
+        inspect.signature(collate).bind([])
+    except ValueError:  # a function in C may have no signature
+        pass
+    except TypeError:
+        raise ConfigError(
+            f"task {task}: collate must take one argument, the samples: write a method collate(self, samples), or "
+            "collate = staticmethod(FUNCTION)"
+        ) from None
     if isinstance(collate, PadCollate):
         try:
             collate = collate.for_splits({"training": train, "test": test}, seed)

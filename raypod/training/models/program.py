@@ -103,7 +103,8 @@ class _Step(nn.Module):
         if not isinstance(ratios, dict) or set(ratios) != set(self._metrics):
             shown = ", ".join(map(repr, ratios)) if isinstance(ratios, dict) else repr(type(ratios).__name__)
             known = ", ".join(map(repr, self._metrics))
-            raise self._error(method, f"returned the metrics {shown}; they are {known}")
+            where = "the loss and what `metrics` of the class lists"
+            raise self._error(method, f"returned the metrics {shown}; they are {known}: {where}")
         for name in self._metrics:
             try:
                 numerator, denominator = ratios[name]
@@ -189,8 +190,9 @@ class EvaluationStep(_Step):
             known = ", ".join(map(repr, names)) or "none"
             what = f"returned the predictions {shown or 'none'}; `predictions` of the task are {known}: "
             raise self._error("evaluation_outputs", f"{what}return metrics, {{name: tensor [samples, ...]}}")
-        columns = [_column(each, batch[0]) for each in self._sums(ratios, "evaluation_outputs")]
-        sums = torch.stack(columns, dim=1)
+        of = [name for name in self._metrics for _ in range(2)]
+        columns = zip(of, self._sums(ratios, "evaluation_outputs"))
+        sums = torch.stack([self._column(name, each, batch[0]) for name, each in columns], dim=1)
         if not names:
             return sums
         for name in names:
@@ -200,20 +202,23 @@ class EvaluationStep(_Step):
                 raise self._error("evaluation_outputs", f"{name!r} is {_shown(value)}; a prediction is {expected}")
         return (sums, *(predictions[name] for name in names))
 
-
-def _column(value: Any, batch: torch.Tensor) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        if value.shape != batch.shape[:1]:
-            raise ConfigError(
-                f"evaluation_outputs: sums are tensors with one value per sample, {list(batch.shape[:1])}, but one of "
-                f"them has the shape {list(value.shape)}"
-            )
-        return value.to(torch.float32)
-    return torch.full((batch.shape[0],), float(value), dtype=torch.float32, device=batch.device)
+    def _column(self, name: str, value: Any, batch: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, torch.Tensor):
+            if value.shape != batch.shape[:1]:
+                expected = f"sums are tensors with one value per sample, {list(batch.shape[:1])}, or numbers"
+                raise self._error("evaluation_outputs", f"returned {_shown(value)} for {name!r}; {expected}")
+            return value.to(torch.float32)
+        return torch.full((batch.shape[0],), float(value), dtype=torch.float32, device=batch.device)
 
 
 def finish_network(plan: Plan, network: nn.Module) -> nn.Module:
-    """Return a task's network with the plan's splits and frozen parameters, in the precision of the stored weights."""
+    """Return a task's network with the plan's splits and frozen parameters, in the precision of the stored weights.
+
+    ConfigError if it is no module.
+    """
+    if not isinstance(network, nn.Module):
+        found = "None: `return` is missing" if network is None else f"a {type(network).__name__}"
+        raise ConfigError(f"task {plan.config.task.name}: network() must return an nn.Module, and returned {found}")
     for name, ipu in stages_of(plan.pipeline_splits):
         poptorch.BeginBlock(network.get_submodule(name), user_id=name, ipu_id=ipu)
     if plan.config.training.precision.endswith(".16"):

@@ -6,6 +6,8 @@ from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 
+from raypod.errors import ConfigError
+
 _MAX_MATRIX = 50  # classes, up to which the report draws the confusion matrix
 _MOST_CONFUSED = 20
 _BINS = 15  # of the calibration, as in Guo et al. (2017)
@@ -53,9 +55,15 @@ def classification_details(
         `confusion`, the matrix [label, predicted] of up to 50 classes, else None; `confused`, [label, predicted,
         samples] of the most frequent errors; `calibration`, for each bin with samples its `samples`, mean `confidence`
         and `accuracy`.
+
+    Raises:
+        ConfigError: there are fewer names than classes.
     """
     labels, predicted = np.asarray(labels, dtype=np.int64), np.asarray(predicted, dtype=np.int64)
-    number = len(names) if names else int(max(labels.max(initial=-1), predicted.max(initial=-1))) + 1
+    largest = int(max(labels.max(initial=-1), predicted.max(initial=-1)))
+    number = len(names) if names else largest + 1
+    if largest >= number:
+        raise ConfigError(f"classification_details: class {largest} has no name; there are {number} names")
     pairs, counts = np.unique(labels * number + predicted, return_counts=True)
     of_label, of_predicted = np.bincount(labels, minlength=number), np.bincount(predicted, minlength=number)
     correct = np.bincount(labels[labels == predicted], minlength=number)

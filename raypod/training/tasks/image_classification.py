@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from raypod.errors import ConfigError
 from raypod.plan.config import Config
 from raypod.training import data as datasets
 from raypod.training.data.arrays import Splits
@@ -54,7 +55,7 @@ class ImageClassification(Task):
     def network(self, first_batch: Batch) -> nn.Module:
         """See `Task.network`."""
         channels, side = input_shape(self.config, first_batch[0])
-        return build_model(self.config, channels, side, len(self.class_names()))
+        return build_model(self.config, channels, side, self._num_classes())
 
     def device_input(self, first_batch: Batch) -> nn.Module:
         """See `Task.device_input`."""
@@ -76,6 +77,14 @@ class ImageClassification(Task):
         found: torch.Tensor = network(images)
         return found
 
+    def _checked(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the output of the network as float32. ConfigError if it has not one value per class."""
+        classes = self._num_classes()
+        if list(logits.shape[1:]) != [classes]:
+            name, found = self.config.training.model, " x ".join(map(str, logits.shape[1:])) or "no"
+            raise ConfigError(f"--model {name} has {found} outputs for an image, and the data set {classes} classes")
+        return logits.float()
+
     def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
         """Return the mean cross-entropy, with the label smoothing of the config, and the accuracy.
 
@@ -83,7 +92,7 @@ class ImageClassification(Task):
         """
         images, labels, *words = batch
         smoothing = self.config.training.label_smoothing
-        logits = self.logits(network, Mixed((images, *words)) if words else images).float()
+        logits = self._checked(self.logits(network, Mixed((images, *words)) if words else images))
         loss = self._mixed_loss(logits, labels, words[0]) if words else functional.cross_entropy(logits, labels)
         if smoothing:
             of_all_classes = -functional.log_softmax(logits, dim=1).mean()
@@ -106,7 +115,7 @@ class ImageClassification(Task):
     def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[Ratios, Predicted]:
         """Return cross-entropy and accuracy, and the most probable classes."""
         images, labels = batch
-        logits, targets = self.logits(network, images).float(), labels.to(torch.int64)
+        logits, targets = self._checked(self.logits(network, images)), labels.to(torch.int64)
         losses = functional.cross_entropy(logits, targets, reduction="none")
         ratios: Ratios = {"loss": (losses, 1), "accuracy": (logits.argmax(dim=1) == targets, 1)}
         values, classes = functional.softmax(logits, dim=1).topk(min(_TOP, logits.shape[1]), dim=1)
@@ -163,8 +172,10 @@ class ImageClassification(Task):
     def class_names(self) -> List[str]:
         """Return the names of the classes, which are their numbers in data sets without names."""
         names = () if self._splits is None else self._splits.names
-        classes = datasets.image_shape(self.config).classes if self._splits is None else self._splits.classes
-        return list(names or map(str, range(classes)))
+        return list(names or map(str, range(self._num_classes())))
+
+    def _num_classes(self) -> int:
+        return datasets.image_shape(self.config).classes if self._splits is None else self._splits.classes
 
     def predict(self, network: Any, inputs: Sequence[str], top: int) -> Iterable[Dict[str, Any]]:
         """See `Task.predict`: `inputs` are image files, and folders that contain some."""

@@ -168,6 +168,8 @@ class Task(abc.ABC):
                     "groups `parameter_groups` returns; two optimizers, as of a GAN, are two programs"
                 )
         metrics = _checked_metrics(self.metrics, self.test_metrics, self.best, name)
+        if isinstance(self.predictions, str):
+            raise ConfigError(f"task {name}: predictions is a tuple of names; write ({self.predictions!r},)")
         if self.test_metrics and not self.predictions:
             raise ConfigError(f"task {name}: test_metrics are computed of predictions; name those in `predictions`")
         size = self._packed_size or DatasetSize(len(source.train), len(source.test))
@@ -229,7 +231,11 @@ class Task(abc.ABC):
 def _checked_metrics(
     metrics: Tuple[Metric, ...], of_predictions: Tuple[Metric, ...], best: str, name: str
 ) -> Tuple[Metric, ...]:
-    """Return the metrics with the loss first. ConfigError if their names, or those of the test, cannot be used."""
+    """Return the metrics with the loss first. ConfigError if they, or those of the test, cannot be used."""
+    for attribute, each in (("metrics", metrics), ("test_metrics", of_predictions)):
+        if not isinstance(each, (tuple, list)) or not all(isinstance(metric, Metric) for metric in each):
+            form = f'{attribute} = (raypod.Metric("NAME"),)'
+            raise ConfigError(f"task {name}: {attribute} = {each!r} is no tuple of metrics; write {form}")
     loss = next((metric for metric in metrics if metric.name == LOSS.name), LOSS)
     found = (loss, *(metric for metric in metrics if metric is not loss))
     names = [metric.name for metric in (*found, *of_predictions)]

@@ -40,8 +40,14 @@ def summary(run: Path) -> Dict[str, Any]:
     return found
 
 
-def test_other_data_are_without_the_settings_of_images_in_folders() -> None:
-    data = {"dataset": "imagefolder", "jpeg_decoder": "simplejpeg", "cache_size": "2GB", **OF_FOLDERS}
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"dataset": "imagefolder", "jpeg_decoder": "simplejpeg", "cache_size": "2GB", **OF_FOLDERS},
+        {"dataset": "synthetic", "samples": 64, "image": "1x8x8", "classes": 3},
+    ],
+)
+def test_other_data_are_without_the_settings_of_the_data_of_the_run(data: Dict[str, Any]) -> None:
     values = settings.changed(from_values({"data": data}), {"data.dataset": "digits"}, settings.EVALUATION)
     check_compatible(settings.config_of(values, "the test"))
 

@@ -51,6 +51,19 @@ def test_samples_are_padded_to_the_smallest_length_that_holds_all() -> None:
     assert [each.tolist() for each in only_first([(torch.ones(1), torch.ones(3))])] == [[[1, 0]], [[1, 1, 1]]]
 
 
+@pytest.mark.parametrize("names", [{"fields": ["token"]}, {"value": {"token": -1}}])
+def test_an_entry_that_no_sample_has_is_an_error(names: Any) -> None:
+    pad = raypod.pad_collate(8, **names)
+    with pytest.raises(ConfigError, match="a sample has no entry 'token'; its entries are 'tokens', 'label'"):
+        SampleSource("t", (WORDS, WORDS[:3]), 0, 0, pad)
+
+
+def test_a_function_that_became_a_method_is_an_error() -> None:
+    kind_of_task = type("Own", (), {"collate": lambda samples: samples})
+    with pytest.raises(ConfigError, match="task t: collate must take one argument, the samples: write a method"):
+        SampleSource("t", (WORDS, WORDS[:3]), 0, 0, kind_of_task().collate)
+
+
 def test_known_lengths_are_not_loaded() -> None:
     class Known(List[Any]):
         lengths = (3, 5)
@@ -67,6 +80,8 @@ def test_known_lengths_are_not_loaded() -> None:
 @pytest.mark.parametrize(
     ("split", "words"),
     [
+        (kind("pandas", "DataFrame"), "`raypod.Arrays(x=frame"),
+        (kind("pandas.core.frame", "DataFrame"), "`raypod.Arrays(x=frame"),
         (DataLoader(WORDS), "`loader.dataset`"),  # type: ignore[arg-type]
         (Stream(), "`list(dataset)`"),
         (Stream(), "`raypod pack FOLDER OUT`"),

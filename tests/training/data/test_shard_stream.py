@@ -411,6 +411,8 @@ def test_the_plan_names_the_window_and_the_cache(
             ["--dataset", "digits", "--cache-size", "2GB"],
             "--cache-size 2GB has no effect without --dataset imagefolder",
         ),
+        (["--dataset", "digits", "--samples", "9"], "--samples 9 has no effect without --dataset synthetic: omit it"),
+        (["--dataset", "digits", "--classes", "9"], "--classes 9 has no effect without --dataset synthetic or module"),
         (["--dataset", "digits", "--shuffle-window", "2"], "--shuffle-window 2 has no effect without --dataset imagef"),
     ],
 )

@@ -65,7 +65,7 @@ def test_weights_buffers_modes_and_generators_stay() -> None:
     [
         (lambda run, x: {"losses": (run(x), 1)}, "returned the metrics 'losses'; they are 'loss'"),
         (lambda run, x: {"loss": run(x).squeeze(1)[0]}, "'loss' must be a pair"),
-        (lambda run, x: {"loss": (run(x).mean(0), 1)}, r"value per sample, \[3\], but one of them has the shape \[1\]"),
+        (lambda run, x: {"loss": (run(x).mean(0), 1)}, r"a tensor of shape \[1\] for 'loss'; sums are tensors with"),
     ],
 )
 def test_wrong_metrics_are_an_error(outputs: Any, words: str) -> None:

@@ -162,7 +162,8 @@ def test_splits_by_memory_need_less_memory_of_the_fullest_ipu(make: Any, executi
 
 def test_splits_by_memory_return_to_shared_weights() -> None:
     own = {"model": f"{__name__}:build_shared", "pipeline_balance": "memory", "gradient_accumulation": 5}
-    sections = {"data": {"dataset": "synthetic", "image": "1x8x8"}, "training": own, "pod": {"ipus_per_replica": 2}}
+    data = {"dataset": "synthetic", "image": "1x8x8", "classes": 64}
+    sections = {"data": data, "training": own, "pod": {"ipus_per_replica": 2}}
     (first, last) = planning.plan_from(sections, "").pipeline_splits
     assert first.startswith("layers.")
     assert last == "last=0"

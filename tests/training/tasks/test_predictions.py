@@ -275,6 +275,8 @@ def test_the_numbers_of_a_classifier() -> None:
     details = raypod.classification_details(labels, predicted, np.array([0.9, 0.55, 0.9, 0.9, 0.55, 0.9]), list("abcd"))
     assert details["confusion"] == [[1, 1, 0, 0], [1, 2, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
     assert details["confused"] == [[0, 1, 1], [1, 0, 1], [3, 1, 1]]
+    with pytest.raises(ConfigError, match="class 3 has no name; there are 3 names"):
+        raypod.classification_details(labels, predicted, names=list("abc"))
     assert details["per_class"]["precision"][:2] == [0.5, 0.5]
     assert details["per_class"]["recall"][1] == 2 / 3
     assert math.isnan(details["per_class"]["recall"][2])

@@ -78,6 +78,21 @@ class WholeBatch(Task):
 class WholeBatchOfOne(Task):
     def evaluation_outputs(self, network, x):
         return {"loss": (network(x).mean(0), 1), "size": (x.abs().sum(1), x.shape[1])}
+class NoNetwork(Task):
+    def network(self, first_batch):
+        nn.Linear(first_batch[0].shape[1], 1)
+class OfBatch(Task):
+    def training_outputs(self, network, batch):
+        return nn.functional.mse_loss(network(batch), batch[:, :1]), {"size": (1, 1)}
+class OfPairs(Task):
+    def datasets(self):
+        return [(torch.zeros(4), torch.zeros(1))] * 64, None
+class NoTuple(Task):
+    metrics = raypod.Metric("size")
+class OfNames(Task):
+    metrics = ("size",)
+class OneName(Task):
+    predictions = ("label")
 class NoLoss(Task):
     def evaluation_outputs(self, network, x):
         return {"size": (x.abs().sum(1), x.shape[1])}
@@ -112,6 +127,8 @@ class OnlyTrain(Task):
     def datasets(self):
         return [(torch.full((4,), float(i)),) for i in range(64)], None
 class Other: pass
+def twelve(channels, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64 * channels, 12))
 """
 PIPELINE = ["--ipus-per-replica", "2", "--gradient-accumulation", "3", "--pipeline-splits", "x"]
 FLAGS = ["--fleet", "inline", "--updates", "2", "--device", "emulated"]
@@ -167,6 +184,9 @@ def test_a_task_can_show_its_loss_in_its_own_way_and_help_lists_its_options(
         ("OfSummary", [], "the metric 'weights_sha256' is another key of the files of a run; rename it"),
         ("Reserved", [], "the metric 'samples' is another key of the files of a run; rename it"),
         ("Best", [], "best = 'accuracy' is none of its metrics (loss, size)"),
+        ("NoTuple", [], 'is no tuple of metrics; write metrics = (raypod.Metric("NAME"),)'),
+        ("OfNames", [], "task OfNames: metrics = ('size',) is no tuple of metrics"),
+        ("OneName", [], "predictions is a tuple of names; write ('label',)"),
         ("Nested", [], "the entry 'x' of the first sample is a dict"),
         (
             "Ragged",
@@ -211,8 +231,11 @@ def test_bad_input_is_one_line(
             "{'size': (numerator, denominator)}, where the loss is a 0-d tensor",
         ),
         ("LossOfSamples", "returned (a tensor of shape [2, 1], a dict); it must return loss, {'size': (num"),
-        ("WholeBatch", "sums are tensors with one value per sample"),
-        ("WholeBatchOfOne", "sums are tensors with one value per sample, [2], but one of them has the shape [1]"),
+        ("NoNetwork", "NoNetwork: network() must return an nn.Module, and returned None: `return` is missing"),
+        ("OfBatch", "OfBatch.training_outputs (registered_tasks.py:LINE) cannot be called with the network and x,"),
+        ("OfPairs", "the network and 2 tensor(s) of a sample, each an argument: too many positional arguments"),
+        ("WholeBatch", "returned a 0-d tensor for 'loss'; sums are tensors with one value per sample, [2], or numbers"),
+        ("WholeBatchOfOne", "evaluation_outputs (registered_tasks.py:LINE) returned a tensor of shape [1] for 'loss'"),
         ("NoLoss", "NoLoss.evaluation_outputs (registered_tasks.py:LINE) returned the metrics 'size'; they are 'loss'"),
     ],
 )
@@ -224,6 +247,15 @@ def test_wrong_outputs_name_the_method_before_the_first_update(
     words = words.replace("LINE", str(line))
     assert words in capsys.readouterr().err
     assert task in ("NoMetric", "LossOnly", "LossOfSamples") or not (tmp_path / "run").exists()
+
+
+def test_a_model_with_other_outputs_than_classes_is_an_error_in_the_first_call(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--model", "registered_tasks:twelve", "--num-instances", "1", "--replicas", "1", "--run-dir", "run"]
+    assert train.main([*flags, *FLAGS]) == 2
+    words = "--model registered_tasks:twelve has 12 outputs for an image, and the data set 10 classes"
+    assert words in capsys.readouterr().err
 
 
 def test_a_task_of_tuples_without_a_test_split_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
