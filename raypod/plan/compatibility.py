@@ -7,6 +7,7 @@ from typing import Dict, Sequence
 from raypod.errors import ConfigError
 from raypod.plan import ipu_options
 from raypod.plan.config import (
+    DOWNLOADED,
     EFFICIENTNETS,
     IMAGE_FOLDERS,
     IMAGE_TASKS,
@@ -183,11 +184,13 @@ def _check_data_set(config: Config) -> None:
     if is_image_task:
         is_synthetic, has_function = config.data.dataset == "synthetic", ":" in config.data.dataset
         needs.update(dict.fromkeys(OF_SYNTHETIC, (is_synthetic, "--dataset synthetic")))
+        needs["download"] = (config.data.dataset in DOWNLOADED, f"--dataset {_or(DOWNLOADED)}")
         needs["classes"] = (is_synthetic or has_function, "--dataset synthetic or module:function")
     for key, (has_effect, needed) in needs.items():
         value = getattr(config.data, key)
         if not has_effect and value != DataSection.model_fields[key].default:
-            raise ConfigError(f"--{key.replace('_', '-')} {value} has no effect without {needed}: omit it")
+            shown = "" if value is True else f" {value}"
+            raise ConfigError(f"--{key.replace('_', '-')}{shown} has no effect without {needed}: omit it")
 
 
 def check_data_folder(config: Config) -> None:

@@ -32,6 +32,7 @@ HF = "hf:"  # before the folder of a model of transformers
 LIBRARIES = (TIMM, TORCHVISION, HF)
 IMAGE_FOLDERS = ("imagefolder", "imagenet")  # data sets
 SHARDS = "shards"  # the data set of what `raypod pack --dataset` has written
+DOWNLOADED = ("cifar10", "cifar100")  # data sets with --download
 WITHOUT_FILES = ("digits", "synthetic")  # data sets that read no folder
 MAX_IMAGE_PIXELS = 89_478_485  # of an image file, as Pillow's own limit: 268 MB as RGB
 STREAM_WINDOW = 16  # default of `data.shuffle_window` with a URL

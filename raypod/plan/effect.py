@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, Mapping, Optional, Tuple
 
 from raypod.plan.config import (
+    DOWNLOADED,
     EFFICIENTNETS,
     HF_TASKS,
     IMAGE_CLASSIFICATION,
@@ -56,7 +57,7 @@ _NEEDS: Dict[str, Tuple[str, Optional[Tuple[Any, ...]]]] = {
     "data.samples": ("data.dataset", ("synthetic",)),
     "data.image": ("data.dataset", ("synthetic",)),
     "data.classes": ("data.dataset", ("synthetic",)),
-    "data.download": ("data.dataset", ("cifar10", "cifar100")),
+    "data.download": ("data.dataset", DOWNLOADED),
     "data.jpeg_decoder": ("data.dataset", IMAGE_FOLDERS),
     "data.cache_size": ("data.dataset", (*IMAGE_FOLDERS, SHARDS)),
     "data.shuffle_window": ("data.dataset", (*IMAGE_FOLDERS, SHARDS)),

@@ -65,6 +65,7 @@ from raypod.runs.lease_file import Log
 from raypod.runs.lines import events_in
 from raypod.runs.run_end import RunEndWatch
 from raypod.runs.upload import local_copies
+from raypod.system.command_line import counted
 from raypod.system.files import parse_json
 
 _DIED = "died"  # no end on record, and the coordinator is gone
@@ -79,8 +80,10 @@ class RunReader:
         """ConfigError if the folder holds no run."""
         if not layout.is_run_folder(folder):
             marks = ", ".join(layout.names("mark"))
+            runs = sum(map(layout.is_run_folder, folder.iterdir())) if folder.is_dir() else 0
             known = "does not exist" if not folder.exists() else f"is no run folder: it has none of {marks}"
-            raise ConfigError(f"{folder} {known}")
+            several = f"; it contains {counted(runs, 'run')}: name them, as in {folder}/*" if runs else ""
+            raise ConfigError(f"{folder} {known}{several}")
         self.folder = Path(os.path.abspath(folder))  # noqa: PTH100 - keeps symlinks
         self._metrics = GrowingFile(folder / METRICS, max_bytes=_PART_BYTES)
         self._evaluations = GrowingFile(folder / EVALUATIONS)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional
 from typing_extensions import Protocol
 
 from raypod.errors import ConfigError, DataMissing
-from raypod.plan.config import Config
+from raypod.plan.config import DOWNLOADED, Config
 from raypod.plan.plan import DatasetSize
 from raypod.system.command_line import nearest
 
@@ -40,22 +40,20 @@ class _Entry(NamedTuple):
     Attributes:
         size: the numbers of samples if they are constant.
         published: the numbers of samples, for a plan without the files.
-        can_download: whether the source has `download(config)`.
     """
 
     module: str
     name: str = ""
     size: Optional[DatasetSize] = None
     published: Optional[DatasetSize] = None
-    can_download: bool = False
 
 
 _CIFAR_SIZE = DatasetSize(50000, 10000, is_published=True)
 _BY_NAME: Dict[str, _Entry] = {
     "digits": _Entry("digits", size=DatasetSize(1437, 360)),
     "synthetic": _Entry("synthetic"),
-    "cifar10": _Entry("cifar", "CIFAR10", published=_CIFAR_SIZE, can_download=True),
-    "cifar100": _Entry("cifar", "CIFAR100", published=_CIFAR_SIZE, can_download=True),
+    "cifar10": _Entry("cifar", "CIFAR10", published=_CIFAR_SIZE),
+    "cifar100": _Entry("cifar", "CIFAR100", published=_CIFAR_SIZE),
     "imagefolder": _Entry("image_folder"),
     "shards": _Entry("packed_samples"),
     "imagenet": _Entry("image_folder", published=DatasetSize(1281167, 50000, is_published=True)),
@@ -118,16 +116,9 @@ def load(config: Config) -> Splits:
 
 
 def download(config: Config) -> None:
-    """Download the files to this host if `data.download` is set and they are missing.
-
-    Raises:
-        ConfigError: the data set has no download, or the download fails.
-    """
-    entry = _entry(config)
-    if entry.can_download:
-        _source(entry).download(config)
-    elif config.data.download:
-        raise ConfigError(f"--download: the data set {config.data.dataset} cannot be downloaded; remove the flag")
+    """Download the files to this host if `data.download` is set and they are missing. ConfigError if that fails."""
+    if config.data.dataset in DOWNLOADED:
+        _source(_entry(config)).download(config)
 
 
 def _source(entry: _Entry) -> Any:

@@ -26,6 +26,15 @@ def two_runs(folder: Path) -> List[str]:
     return [str(folder / "a"), str(folder / "b")]
 
 
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_a_folder_of_runs_is_named_with_the_way(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_runs(tmp_path)
+    assert main([command, str(tmp_path)]) == 2
+    assert f"it contains 2 runs: name them, as in {tmp_path}/*" in capsys.readouterr().err
+
+
 def test_the_table_has_the_settings_that_differ_and_the_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

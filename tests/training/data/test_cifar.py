@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from raypod.errors import ConfigError, WaitTimedOut
+from raypod.plan.compatibility import check_compatible
 from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize
 from raypod.plan.resolve import from_values
@@ -227,5 +228,5 @@ def test_only_the_flag_downloads(archive: Archive, requests: List[str], tmp_path
         ours.download(config(tmp_path / "new", download=flag))
         assert (tmp_path / "new" / "cifar-10-batches-py").is_dir() == flag
     assert len(requests) == 1
-    with pytest.raises(ConfigError, match="digits cannot be downloaded"):
-        datasets.download(from_values({"data": {"download": True}}))
+    with pytest.raises(ConfigError, match="^--download has no effect without --dataset cifar10 or cifar100: omit it$"):
+        check_compatible(from_values({"data": {"download": True}}))
