@@ -69,9 +69,7 @@ def _read(file: str) -> Dict[str, Box]:
                         )
                     boxes[row[0]] = (left, top, right, bottom)
             except (csv.Error, ValueError):
-                raise ConfigError(
-                    f"--bounding-boxes {file}: line {reader.line_num} is no NAME,x1,y1,x2,y2"
-                ) from None
+                raise ConfigError(f"--bounding-boxes {file}: line {reader.line_num} is no NAME,x1,y1,x2,y2") from None
     except OSError as error:
         raise ConfigError(f"--bounding-boxes {file}: {error.strerror}{looked_in(path)}") from None
     return boxes

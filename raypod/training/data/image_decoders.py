@@ -186,10 +186,9 @@ def preparation(
 
 
 def _drawn_crop(image: Any, height: int, width: int, box: Box) -> Tuple[int, int, int, int]:
-    """Return (top, left, rows, columns), drawn as by torchvision's RandomResizedCrop, and again if it misses the box."""
+    """Return (top, left, rows, columns), drawn as torchvision's RandomResizedCrop does, again if it misses the box."""
     for _ in range(_CROPS):
-        crop: Tuple[int, int, int, int]
-        crop = transforms.RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
+        crop: Tuple[int, int, int, int] = transforms.RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
         if is_covered(crop, height, width, box):
             break
     return crop

@@ -152,8 +152,8 @@ def _packed(config: Config) -> Optional[Packed]:
     if packed is not None:
         if config.data.bounding_boxes is not None:
             raise ConfigError(
-                f"--bounding-boxes {config.data.bounding_boxes} has no effect on shards, and {packed} is some: omit it, "
-                "or train with the folder that was packed"
+                f"--bounding-boxes {config.data.bounding_boxes} has no effect on shards, which {packed} has: "
+                "omit it, or train with the folder that was packed"
             )
         if packed.index.text is not None:
             raise ConfigError(f"{packed} has a text: train with --task {LANGUAGE_MODEL} --data-dir {packed}")

@@ -178,7 +178,7 @@ def test_packed_images_have_no_boxes(folder: Path) -> None:
     packing.pack(folder, folder / "packed", 10**9, lambda written, total: None)
     data = config(folder / "packed", bounding_boxes=str(folder / "boxes.csv"))
     for read in (datasets.load, datasets.dataset_size):
-        with pytest.raises(ConfigError, match=r"boxes.csv has no effect on shards, and .*packed is some: omit it"):
+        with pytest.raises(ConfigError, match=r"boxes.csv has no effect on shards, which .*packed has: omit it"):
             read(data)
 
 
