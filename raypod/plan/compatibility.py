@@ -25,7 +25,7 @@ from raypod.plan.run_section import RunSection
 from raypod.plan.values import parse_interval
 
 # Keys of the section `data` that only images of folders have.
-OF_IMAGE_FOLDERS = ("jpeg_decoder", "policy", "random_erasing")
+OF_IMAGE_FOLDERS = ("jpeg_decoder", "bounding_boxes", "policy", "random_erasing")
 OF_SHARDS = ("shuffle_window", "cache_size")  # those that only data in shards have
 OF_SYNTHETIC = ("samples", "image")  # those that only synthetic images have
 
@@ -147,9 +147,10 @@ def check_mixing(config: Config) -> None:
 def _check_policy(config: Config) -> None:
     """Raise ConfigError for changes of images that are not augmented."""
     data = config.data
-    for flag, value in (("--policy", data.policy), ("--random-erasing", data.random_erasing)):
+    for key in ("bounding_boxes", "policy", "random_erasing"):
+        value = getattr(data, key)
         if value and not data.augment:
-            raise ConfigError(f"{flag} {value} has no effect with --no-augment; omit one of them")
+            raise ConfigError(f"--{key.replace('_', '-')} {value} has no effect with --no-augment; omit one of them")
     for key in ("rand_augment_ops", "rand_augment_magnitude"):
         value = getattr(data, key)
         if data.policy != "rand-augment" and value != getattr(DataSection(), key):

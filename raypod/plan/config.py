@@ -103,6 +103,11 @@ class DataSection(Section):
     augment: bool = Field(True, description="randomly crop and flip training images, as is usual for the data set")
     crop_padding: Optional[int] = Field(None, ge=0, description="maximum shift of an augmented image in pixels")
     flip: Optional[bool] = Field(None, description="flip augmented images horizontally with probability 0.5")
+    bounding_boxes: Optional[str] = Field(
+        None,
+        description="CSV file with lines NAME,x1,y1,x2,y2 of training images, 0 to 1: random crops of imagefolder and "
+        "imagenet are drawn up to 10 times, until the box covers 10 % of one",
+    )
     policy: Optional[Literal["rand-augment", "auto-augment"]] = Field(
         None, description="torchvision's policy that further changes training images of imagefolder and imagenet"
     )

@@ -24,6 +24,7 @@ IMAGE_KEYS = (
     *("data.dataset", "data.download", "data.samples", "data.image", "data.classes"),
     *SHARD_KEYS,
     *("data.augment", "data.crop_padding", "data.flip", "data.image_size", "data.eight_bit_io"),
+    "data.bounding_boxes",
     *("data.policy", "data.rand_augment_ops", "data.rand_augment_magnitude", "data.random_erasing"),
     *("data.mixup_alpha", "data.cutmix_lambda_low", "data.cutmix_lambda_high", "data.cutmix_disable_prob"),
     *(
@@ -61,6 +62,7 @@ _NEEDS: Dict[str, Tuple[str, Optional[Tuple[Any, ...]]]] = {
     "data.jpeg_decoder": ("data.dataset", IMAGE_FOLDERS),
     "data.cache_size": ("data.dataset", (*IMAGE_FOLDERS, SHARDS)),
     "data.shuffle_window": ("data.dataset", (*IMAGE_FOLDERS, SHARDS)),
+    "data.bounding_boxes": ("data.dataset", IMAGE_FOLDERS),
     "data.policy": ("data.dataset", IMAGE_FOLDERS),
     "data.rand_augment_ops": ("data.policy", ("rand-augment",)),
     "data.rand_augment_magnitude": ("data.policy", ("rand-augment",)),

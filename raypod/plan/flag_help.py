@@ -88,7 +88,7 @@ _METAVARS = {
     "max_unsaved": "LIMIT",
     "storage_path": "URL",
     "cache_size": "SIZE",
-    **dict.fromkeys(("cluster", "ipu_config"), "FILE"),
+    **dict.fromkeys(("cluster", "ipu_config", "bounding_boxes"), "FILE"),
     "name": "TASK",
     "profile": "UPDATES",
     "wait_hosts": "SECONDS",

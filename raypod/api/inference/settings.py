@@ -111,6 +111,7 @@ def changed(config: Config, changes: Mapping[str, Any], allowed: Sequence[str]) 
         if name not in allowed and (section != "task" or key == "name"):
             raise ConfigError(f"{name} cannot be changed here{suggestion(name, allowed)}")
         values.setdefault(section, {})[key] = value
+    values["data"].pop("bounding_boxes")  # of training images: their file is not needed here
     values["data"].pop("shuffle_window")  # only a training has an order; other data may have no shards
     if values["data"]["dataset"] not in IMAGE_FOLDERS:
         for key in (*OF_IMAGE_FOLDERS, "rand_augment_ops", "rand_augment_magnitude"):

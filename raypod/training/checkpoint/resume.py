@@ -249,6 +249,8 @@ def settings_of(plan: Plan) -> Dict[str, Any]:
                 settings[f"{section}.{key}"] = value
     if is_text:
         settings["data.shuffle_window"] = None
+    if config.data.bounding_boxes is not None:
+        settings["data.bounding_boxes"] = "a file"  # whose content is in the data fingerprint
     ipu = {**config.ipu.model_dump(mode="json"), **ipu_options.numerics_of(config)}
     settings.update({f"ipu.{key}": ipu[key] for key in ipu_options.CHANGE_RESULTS})
     settings["pod.threads_per_replica"] = config.pod.threads_per_replica

@@ -17,12 +17,14 @@ from torch.nn import functional
 from raypod.errors import ConfigError
 from raypod.plan.config import MAX_IMAGE_PIXELS, DataSection
 from raypod.system import torchvision_import
+from raypod.training.data.bounding_boxes import WHOLE, Box, is_covered
 from raypod.training.data.pixels import check_pixels, eight_bit, open_image
 
 torchvision_import.install()
 from torchvision import transforms  # noqa: E402 - needs the import hook above
 
 _RESIZE = 256 / 224  # before the center crop of evaluation (He et al. 2016)
+_CROPS = 10  # drawn at most, until one has enough of the object
 _FACTORS = (8, 4, 2)  # by which libjpeg-turbo reduces an image while it decodes it; others are not faster
 _BLOCK_ROWS, _NEIGHBORS = 32, 4  # of pixels: at most in a coded unit, and below a pixel that its color depends on
 _SEQUENTIAL, _SCAN, _END = (0xC0, 0xC1), 0xDA, b"\xff\xd9"  # markers of a JPEG file
@@ -63,12 +65,12 @@ class Preparation(abc.ABC):
         self._side, self._is_random, self._flips, self._max_pixels = side, is_random, flips, max_pixels
 
     @abc.abstractmethod
-    def __call__(self, image: Any) -> torch.Tensor:
-        """Return the sample of a Pillow image."""
+    def __call__(self, image: Any, box: Box = WHOLE) -> torch.Tensor:
+        """Return the sample of a Pillow image, whose random crop is drawn again if it has too little of the box."""
 
-    def decode(self, data: bytes) -> torch.Tensor:
-        """Return the sample of an image file. Any exception if it is damaged."""
-        return self(_decoded_by_pillow(data, self._max_pixels))
+    def decode(self, data: bytes, box: Box = WHOLE) -> torch.Tensor:
+        """Return the sample of an image file, as `__call__`. Any exception if it is damaged."""
+        return self(_decoded_by_pillow(data, self._max_pixels), box)
 
 
 class PillowPreparation(Preparation):
@@ -77,13 +79,16 @@ class PillowPreparation(Preparation):
     def __init__(self, side: int, is_random: bool, flips: bool, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
         super().__init__(side, is_random, flips, max_pixels)
         flip = [transforms.RandomHorizontalFlip()] if flips else []
-        crop = [transforms.RandomResizedCrop(side), *flip]
         center = [transforms.Resize(round(side * _RESIZE)), transforms.CenterCrop(side)]
-        self._transform = transforms.Compose([*(crop if is_random else center), transforms.PILToTensor()])
+        self._transform = transforms.Compose([*(flip if is_random else center), transforms.PILToTensor()])
 
-    def __call__(self, image: Any) -> torch.Tensor:
-        """Return the sample of a Pillow image."""
-        sample: torch.Tensor = self._transform(eight_bit(image, "RGB"))
+    def __call__(self, image: Any, box: Box = WHOLE) -> torch.Tensor:
+        """See `Preparation.__call__`."""
+        image = eight_bit(image, "RGB")
+        if self._is_random:
+            crop = _drawn_crop(image, image.height, image.width, box)
+            image = transforms.functional.resized_crop(image, *crop, [self._side, self._side])
+        sample: torch.Tensor = self._transform(image)
         return sample
 
 
@@ -102,18 +107,18 @@ class SimplejpegPreparation(Preparation):
         super().__init__(side, is_random, flips, max_pixels)
         _simplejpeg()
 
-    def __call__(self, image: Any) -> torch.Tensor:
-        """Return the sample of a Pillow image."""
+    def __call__(self, image: Any, box: Box = WHOLE) -> torch.Tensor:
+        """See `Preparation.__call__`."""
         pixels = np.asarray(eight_bit(image, "RGB"))
-        return _cut(pixels, self._window(*pixels.shape[:2]), 1, self._side)
+        return _cut(pixels, self._window(*pixels.shape[:2], box), 1, self._side)
 
-    def decode(self, data: bytes) -> torch.Tensor:
-        """Return the sample of an image file. Any exception if it is damaged."""
+    def decode(self, data: bytes, box: Box = WHOLE) -> torch.Tensor:
+        """See `Preparation.decode`."""
         size = _size_of_jpeg(data)
         if size is None:
-            return super().decode(data)
+            return super().decode(data, box)
         check_pixels(*size, self._max_pixels)
-        window = self._window(*size)
+        window = self._window(*size, box)
         factor = next((each for each in _FACTORS if _reduced_by(each, window)), 1)
         height = min(size[0], -(-(window.top + window.height + _NEIGHBORS) // _BLOCK_ROWS) * _BLOCK_ROWS)
         shortened = None if height == size[0] else _shortened(data, height)
@@ -125,13 +130,12 @@ class SimplejpegPreparation(Preparation):
             factor, pixels = 1, np.asarray(eight_bit(_decoded_by_pillow(data, self._max_pixels), "RGB"))
         return _cut(pixels, window, factor, self._side)
 
-    def _window(self, height: int, width: int) -> Window:
+    def _window(self, height: int, width: int, box: Box) -> Window:
         """Return the window of an image; draws as torchvision's RandomResizedCrop and RandomHorizontalFlip."""
         side = self._side
         if self._is_random:
             image = torch.empty(3, height, width, device="meta")
-            crop = transforms.RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
-            top, left, rows, columns = crop
+            top, left, rows, columns = _drawn_crop(image, height, width, box)
             is_flipped = self._flips and bool(torch.rand(1) < 0.5)
             return Window(top, left, rows, columns, side, side, 0, 0, is_flipped)
         shorter = round(side * _RESIZE)
@@ -160,14 +164,14 @@ class FurtherChanged(Preparation):
             steps.append(transforms.RandomErasing(data.random_erasing, value=[round(255 * each) for each in mean]))
         self._changes = transforms.Compose(steps)
 
-    def __call__(self, image: Any) -> torch.Tensor:
-        """Return the sample of a Pillow image."""
-        sample: torch.Tensor = self._changes(self._first(image))
+    def __call__(self, image: Any, box: Box = WHOLE) -> torch.Tensor:
+        """See `Preparation.__call__`."""
+        sample: torch.Tensor = self._changes(self._first(image, box))
         return sample
 
-    def decode(self, data: bytes) -> torch.Tensor:
-        """Return the sample of an image file. Any exception if it is damaged."""
-        sample: torch.Tensor = self._changes(self._first.decode(data))
+    def decode(self, data: bytes, box: Box = WHOLE) -> torch.Tensor:
+        """See `Preparation.decode`."""
+        sample: torch.Tensor = self._changes(self._first.decode(data, box))
         return sample
 
 
@@ -179,6 +183,15 @@ def preparation(
 ) -> Preparation:
     """Return the preparation with a decoder, "pillow" or "simplejpeg". ConfigError if its package is missing."""
     return _PREPARATIONS[decoder](side, is_random, flips, max_pixels)
+
+
+def _drawn_crop(image: Any, height: int, width: int, box: Box) -> Tuple[int, int, int, int]:
+    """Return (top, left, rows, columns), drawn as torchvision's RandomResizedCrop does, again if it misses the box."""
+    for _ in range(_CROPS):
+        crop: Tuple[int, int, int, int] = transforms.RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
+        if is_covered(crop, height, width, box):
+            break
+    return crop
 
 
 def _simplejpeg() -> Any:

@@ -10,7 +10,7 @@ import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, FrozenSet, Iterator, List, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, FrozenSet, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 from typing_extensions import Protocol
@@ -159,12 +159,20 @@ class ImageFiles:
         labels: int64 [samples].
         transform: makes a sample, uint8 [3, side, side], of a file or of a Pillow image.
         split: what is before the numbers of the samples in `--leave-out`.
+        boxes: float32 [samples, 4], of the objects, for random crops.
     """
 
     draws_from_torch_only = True  # see `SeededSamples`
 
-    def __init__(self, files: Files, labels: np.ndarray, transform: Preparation, split: str = "") -> None:
-        self.files, self._labels, self.transform, self._split = files, labels, transform, split
+    def __init__(
+        self,
+        files: Files,
+        labels: np.ndarray,
+        transform: Preparation,
+        split: str = "",
+        boxes: Optional[np.ndarray] = None,
+    ) -> None:
+        self.files, self._labels, self.transform, self._split, self._boxes = files, labels, transform, split, boxes
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -176,7 +184,8 @@ class ImageFiles:
             OSError: the image cannot be read; the message has its path.
         """
         try:
-            return self.transform.decode(self.files.read(index)), int(self._labels[index])
+            box = () if self._boxes is None else (self._boxes[index].tolist(),)
+            return self.transform.decode(self.files.read(index), *box), int(self._labels[index])
         except Exception as error:  # decoders raise many exception types for damaged files
             raise OSError(
                 f"cannot read the image {self.files.name(index)}: {error}; {_hint(error, f'{self._split}{index}')}"

@@ -20,6 +20,7 @@ from raypod.system.files import looked_in
 from raypod.system.urls import is_url
 from raypod.training.data import shards
 from raypod.training.data.arrays import ImageShape, Splits, fingerprint_of_bytes
+from raypod.training.data.bounding_boxes import boxes_of
 from raypod.training.data.cache import Arrays, Cache, data_dir
 from raypod.training.data.image_files import KINDS, FolderFiles, ImageFiles, ImageWalk, contents_of, warnings_of
 from raypod.training.data.shard_stream import StreamedShards
@@ -39,6 +40,7 @@ def size(config: Config) -> DatasetSize:
         return _packed_size(config, packed, _lost([packed.files(split, arrays) for split in shards.SPLITS], arrays))
     root = _root(config)
     arrays = _arrays(config, root, writes=False)
+    _boxes(config, arrays)
     skipped = [os.fsdecode(each) for each in arrays["skipped"].tolist() if each]
     lost = _lost([FolderFiles(root, arrays[f"{split}_files"]) for split in shards.SPLITS], arrays)
     return DatasetSize(len(arrays["train_labels"]), len(arrays["test_labels"]), notes=(*skipped, *lost))
@@ -73,7 +75,7 @@ def load(config: Config) -> Splits:
     Training images are random resized crops, flipped at random; test images are center crops.
 
     Raises:
-        ConfigError: a folder is missing or contains no images, or shards are damaged.
+        ConfigError: a folder is missing or contains no images, shards are damaged, or bounding boxes cannot be used.
     """
     from raypod.training.data.image_decoders import (  # imports torch, which planning must not
         FurtherChanged,
@@ -93,12 +95,15 @@ def load(config: Config) -> Splits:
     )
     listed = fingerprint_of_bytes(arrays["train_files"], arrays["test_files"], *labels)
     contents = contents_of([(train_files, len(labels[0])), (test_files, len(labels[1]))])
+    boxes = _boxes(config, arrays)
+    if boxes is not None:
+        contents = fingerprint_of_bytes(np.frombuffer(contents.encode(), np.uint8), boxes)[:16]
     train = preparation(decoder, side, is_random=data.augment, flips=data.flip is not False, max_pixels=limit)
     if data.policy or data.random_erasing:
         train = FurtherChanged(train, data, _MEAN)
     test = preparation(decoder, side, is_random=False, flips=False, max_pixels=limit)
     return Splits(
-        train=ImageFiles(train_files, labels[0], train),
+        train=ImageFiles(train_files, labels[0], train, boxes=boxes),
         test=ImageFiles(test_files, labels[1], test, TEST_SAMPLE),
         classes=len(names),
         fingerprint=f"{listed}{CONTENTS}{contents}",
@@ -106,6 +111,11 @@ def load(config: Config) -> Splits:
         std=_STD,
         names=names,
     )
+
+
+def _boxes(config: Config, arrays: Arrays) -> Optional[np.ndarray]:
+    file = config.data.bounding_boxes
+    return None if file is None else boxes_of(file, arrays["train_files"])
 
 
 def class_names(arrays: Arrays) -> Tuple[str, ...]:
@@ -140,6 +150,11 @@ def _packed(config: Config) -> Optional[Packed]:
         root = _root(config)
         packed = shards.PackedFolder(root) if shards.is_packed(root) else None
     if packed is not None:
+        if config.data.bounding_boxes is not None:
+            raise ConfigError(
+                f"--bounding-boxes {config.data.bounding_boxes} has no effect on shards, which {packed} has: "
+                "omit it, or train with the folder that was packed"
+            )
         if packed.index.text is not None:
             raise ConfigError(f"{packed} has a text: train with --task {LANGUAGE_MODEL} --data-dir {packed}")
         if packed.index.structure is not None:

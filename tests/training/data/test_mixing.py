@@ -93,14 +93,14 @@ def test_the_mixture_and_its_loss_are_those_of_a_direct_computation(given: Dict[
     config = from_values({"data": given, "training": {"label_smoothing": 0.1}})
     words, images = words_of(given, np.array([3, 7, 5, 1])), torch.rand(4, 3, *SIZE)
     labels = torch.tensor([0, 2, 1, 2])
-    mixing, network = Mixing(config.data, nn.Identity()), nn.Sequential(nn.Flatten(), nn.Linear(1800, 3))
+    mixing, network = Mixing(config.data, nn.Identity()), nn.Sequential(nn.Flatten(), nn.Linear(1800, 10))
     torch.testing.assert_close(mixing(Mixed((images, torch.from_numpy(words)))), directly(images, words, given, False))
     assert mixing(images) is images
     shares = torch.stack([share for _, share in weighted_labels(config.data, labels, torch.from_numpy(words))])
     torch.testing.assert_close(shares.sum(dim=0), torch.ones(4))
     task = ImageClassification(config)
     loss, _ = task.training_outputs(lambda inputs: network(mixing(inputs)), images, labels, torch.from_numpy(words))
-    targets = directly(functional.one_hot(labels, 3).float(), words, given, True)
+    targets = directly(functional.one_hot(labels, 10).float(), words, given, True)
     expected = functional.cross_entropy(network(directly(images, words, given, False)), targets, label_smoothing=0.1)
     torch.testing.assert_close(loss, expected)
 

@@ -230,7 +230,10 @@ def test_a_changed_byte_is_named_with_its_sample(make: Any) -> None:
         (["--task", "packed_modules:Empty", "new"], "packed_modules:Empty has no training samples"),
         (["--dataset", "packed_modules:short", "new"], "found label 5, but labels of 3 classes .*training sample 0"),
         (["--dataset", "digits", "new"], "digits is built in: name a data set or a task of your own, or pack a folder"),
-        (["--task", "hf-causal-lm", "new"], "hf-causal-lm is built in"),
+        (
+            ["--task", "hf-causal-lm", "new"],
+            "--task hf-causal-lm: pack its text with --task language-model --text FILES",
+        ),
         (
             ["--task", "packed_modules:Task", "--batch-size", "4", "new"],
             "--batch-size has no effect on raypod pack: om",

@@ -31,7 +31,7 @@ def config(**training: object) -> Config:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_training_step_has_the_loss_and_gradients_of_torch(smoothing: float) -> None:
-    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
     images, labels = torch.randn(4, 3, 2, 2), torch.tensor([0, 4, 2, 2])
     expected = functional.cross_entropy(network(images), labels, label_smoothing=smoothing)
     expected.backward()
@@ -125,7 +125,7 @@ def trained(request: Any) -> Iterator[Tuple[Geometry, Dict[str, Any], Dict[Tuple
     options = poptorch.Options().replicationFactor(2).deviceIterations(iterations).broadcastBuffers(False)
     options.Training.gradientAccumulation(accumulation)
     options.outputMode(poptorch.OutputMode.All)
-    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
     optimizer = poptorch.optim.SGD(network.parameters(), lr=0.1)
     training = poptorch.trainingModel(step_with_results(network, geometry), options, optimizer)
     reports = {}

@@ -137,7 +137,7 @@ def test_inputs_and_outputs_of_the_training_overlap(make: Make, monkeypatch: pyt
     for name in ("set_overlap_for_input", "set_overlap_for_output"):
         monkeypatch.setattr(poptorch, name, lambda tensors, mode: found.append((len(tensors), mode.value)) or tensors)
     plan = make(ipu={"io_tiles": 32, "overlap_io": mode}, training={"execution": "sharded"})
-    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
     step = program.TrainingStep(task_of(plan.config), plan.task.metrics, network, nn.Identity())
     step(torch.ones(4, 3, 2, 2), torch.tensor([0, 4, 2, 2]))
     assert found == [(2, f"overlap_{mode.replace('-', '_')}")] * 2
