@@ -32,9 +32,7 @@ class RayHosts:
 
     def __init__(self, placement: Placement, cluster_file: Optional[str], start_timeout_s: float) -> None:
         self._placement, self._timeout_s, self._logs = placement, start_timeout_s, "none yet"
-        self._session = RaySession(
-            placement, cluster_file, HostProcess.__module__, start_bound=(start_timeout_s, _SETTING)
-        )
+        self._session = RaySession(placement, cluster_file, HostProcess.__module__, (start_timeout_s, _SETTING))
         self._ray: Any = None
         self._reservation: Optional[Reservation] = None
         self._actors: List[Any] = []

@@ -67,20 +67,20 @@ class RaySession:
         placement: Placement,
         cluster_file: Optional[str] = None,
         preload: str = "",
-        has_template: bool = False,
         start_bound: Tuple[float, str] = _START_BOUND,
         hint: Callable[[], str] = lambda: "start this command again",
         without_ray: str = "",
+        has_template: bool = False,
     ) -> None:
         """Create a session that is not open.
 
         Args:
             preload: A module that the workers of a local session import while it starts, if Ray supports that.
-            has_template: Whether the workers of a local session are forked from a process that has imported torch.
             start_bound: The longest time to start a local session, and the setting of it. Joining a running cluster is
                 bounded by Ray's own timeouts, too.
             hint: returns, for the error message if Ray's head is lost: what to do once Ray runs again.
             without_ray: for the error message if no local session starts: how the same is done without Ray.
+            has_template: Whether the workers of a local session are forked from a process that has imported torch.
         """
         self._placement, self._cluster_file = placement, cluster_file
         self._preload, self._has_template = preload, has_template

@@ -89,7 +89,7 @@ def test_no_partition_is_created_before_the_cluster_is_joined(
 
     tool, closed = FakeVipu(monkeypatch), []
     session = SimpleNamespace(open=hangs, close=lambda: closed.append(True))
-    monkeypatch.setattr(ray_hosts, "RaySession", lambda *_, **options: session)
+    monkeypatch.setattr(ray_hosts, "RaySession", lambda *_: session)
     monkeypatch.setattr("raypod.launch.sdk_for_programs", lambda device: (SimpleNamespace(has_ipus=True), ()))
     monkeypatch.chdir(tmp_path)
     assert main(["--vipu-partition", "p", "true"]) == 2
