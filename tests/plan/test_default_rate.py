@@ -44,9 +44,9 @@ def test_rates_of_other_tasks() -> None:
     language_model = schema_of("language-model")
     assert rate({}, language_model) == 2e-3
     assert rate({"batch_size": 16}, language_model) == pytest.approx(4e-3)
-    assert rate({"optimizer": "sgd"}, language_model) == pytest.approx(0.0125)
+    assert rate({"optimizer": "sgd"}, language_model) == pytest.approx(0.003125)
     most = rate({"optimizer": "sgd", "batch_size": 1024}, language_model)
-    assert most == pytest.approx(0.05), "a decoder of 6 layers diverges with 0.2"
+    assert most == pytest.approx(0.0125), "gpt2 diverges with 0.05, a decoder of 6 layers with 0.2"
     assert rate({"optimizer": "lamb"}, schema_of("hf-causal-lm")) == pytest.approx(5e-4)
     own = Schema(defaults={"training.learning_rate": 0.02}, scales_rate=False)
     assert rate({"batch_size": 64, "optimizer": "adam"}, own) == 0.02, "what a task of the user says holds"
