@@ -110,7 +110,8 @@ class SimplejpegPreparation(Preparation):
     def __call__(self, image: Any, box: Box = WHOLE) -> torch.Tensor:
         """See `Preparation.__call__`."""
         pixels = np.asarray(eight_bit(image, "RGB"))
-        return _cut(pixels, self._window(*pixels.shape[:2], box), 1, self._side)
+        height, width = pixels.shape[:2]
+        return _cut(pixels, self._window(height, width, box), 1, self._side)
 
     def decode(self, data: bytes, box: Box = WHOLE) -> torch.Tensor:
         """See `Preparation.decode`."""
