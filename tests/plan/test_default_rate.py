@@ -47,6 +47,7 @@ def test_rates_of_other_tasks() -> None:
     assert rate({"optimizer": "sgd"}, language_model) == pytest.approx(0.003125)
     most = rate({"optimizer": "sgd", "batch_size": 1024}, language_model)
     assert most == pytest.approx(0.0125), "gpt2 diverges with 0.05, a decoder of 6 layers with 0.2"
+    assert rate({"optimizer": "rmsprop", "batch_size": 1024}, language_model) == pytest.approx(5e-4)
     assert rate({"optimizer": "lamb"}, schema_of("hf-causal-lm")) == pytest.approx(5e-4)
     own = Schema(defaults={"training.learning_rate": 0.02}, scales_rate=False)
     assert rate({"batch_size": 64, "optimizer": "adam"}, own) == 0.02, "what a task of the user says holds"
