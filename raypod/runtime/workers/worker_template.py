@@ -137,6 +137,7 @@ def accept(connection: socket.socket) -> None:
 
 def become(request: Dict[str, Any], descriptors: List[int]) -> None:
     """Give this process what it would have if the raylet had executed the interpreter."""
+    os.setpgid(0, 0)  # if a worker dies, the raylet kills the others of its group
     for number in (signal.SIGCHLD, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

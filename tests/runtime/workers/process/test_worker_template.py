@@ -19,7 +19,7 @@ from tests.support.bounded import wait_until
 WITHIN_S = 60.0
 # Instead of Ray's: writes what it got.
 WORKER = """
-import json, os, resource, sys, threading
+import json, os, sys
 from pathlib import Path
 try:
     import added
@@ -30,7 +30,7 @@ print(json.dumps({
     "pid": os.getpid(), "script": name, "arguments": sys.argv, "folder": os.getcwd(), "path": sys.path[0],
     "environment": dict(os.environ), "niceness": os.nice(0), "main": sys.modules["__main__"].__file__,
     "has_torch": "torch" in sys.modules, "has_raypod": "raypod" in sys.modules, "ray": "ray" in sys.modules,
-    "added": getattr(added, "__file__", None), "read": os.read(7, 100).decode(),
+    "group": os.getpgrp(), "added": getattr(added, "__file__", None), "read": os.read(7, 100).decode(),
 }))
 """
 
@@ -106,6 +106,7 @@ def test_a_worker_is_forked_with_torch_and_has_what_the_raylet_gave_it(host: Hos
     assert (worker["folder"], worker["path"]) == (str(other), str(tmp_path))
     assert worker["main"] == str(tmp_path / "default_worker.py")
     assert worker["environment"]["RAY_JOB_ID"] == "01"
+    assert worker["group"] == worker["pid"], "the raylet kills the group of a worker that has died"
     assert (worker["niceness"], worker["read"]) == (os.nice(0) + 3, "a descriptor")
     (tmp_path / "later").mkdir()
     (tmp_path / "later" / "added.py").touch()
