@@ -6,7 +6,7 @@ from typing import Optional, Tuple
 
 # Peak rates for 32 samples per update, with which the built-in tasks learn.
 DEFAULT_RATES = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3, "lamb": 1e-2, "rmsprop": 1e-3}
-# Those of tasks with a rate of their own for Adam, by its ratio: transformers diverge with the others' rates for images.
+# Those of tasks with a rate of their own for Adam, by its ratio: transformers diverge with the others' of images.
 TRANSFORMER_RATES = {**DEFAULT_RATES, "sgd": 0.0015625, "rmsprop": 6.25e-5}
 REFERENCE_SAMPLES = 32
 _MOST_SCALED = 4.0  # times: of larger batches, rates that are scaled linearly diverge
