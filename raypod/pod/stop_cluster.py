@@ -19,7 +19,8 @@ from typing import Dict, Iterator, List, Set
 MARK = "RAYPOD_CLUSTER"
 _GRACE_S = 5.0  # after SIGTERM, and again after SIGKILL
 _RAYLET = b"/raylet/raylet"
-_TITLE = b"ray::"  # begins the titles of raylet's children: agents and workers
+_TEMPLATE = b"/worker_template.py"  # the script of the process that forks the workers of a raylet, and ends with it
+_TITLE = b"ray::"  # begins the titles of the children of both: agents and workers
 
 
 def stop(cluster: str) -> Dict[str, int]:
@@ -58,11 +59,16 @@ def members(cluster: str) -> Set[int]:
 
 def _is_orphan(pid: int, parents: Dict[int, int]) -> bool:
     """Return whether a process is an agent or a worker whose raylet died: it has no mark and no marked ancestor."""
-    return _arguments(pid)[0].startswith(_TITLE) and not any(map(_is_raylet, _ancestry(pid, parents)))
+    has_parent = any(_is_raylet(each) or _is_template(each) for each in _ancestry(pid, parents))
+    return _arguments(pid)[0].startswith(_TITLE) and not has_parent
 
 
 def _is_raylet(pid: int) -> bool:
     return _arguments(pid)[0].endswith(_RAYLET)
+
+
+def _is_template(pid: int) -> bool:
+    return any(word.endswith(_TEMPLATE) for word in _arguments(pid)[1:2])
 
 
 def _ancestry(pid: int, parents: Dict[int, int]) -> List[int]:

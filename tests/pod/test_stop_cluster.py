@@ -72,3 +72,21 @@ def test_agents_of_a_dead_raylet_are_ended() -> None:
         for process in (ours, other):
             process.wait(10)
             process.stdout.close()  # type: ignore[union-attr]
+
+
+def test_workers_that_a_template_of_another_cluster_has_forked_are_not_ended(tmp_path: Path) -> None:
+    """They have no raylet above them, and can be in the session of a marked process, as from one terminal."""
+    (tmp_path / "worker_template.py").write_text("bash -c 'exec -a ray::Worker sleep 60' & echo $!; wait")
+    program = f"(env -i PATH=$PATH bash {tmp_path}/worker_template.py &); exec sleep 60"
+    environment = {**os.environ, stop_cluster.MARK: "pod-first"}
+    ours = subprocess.Popen(["sh", "-c", program], env=environment, stdout=-1, start_new_session=True)
+    assert ours.stdout is not None
+    worker = int(ours.stdout.readline())
+    try:
+        assert wait_until(lambda: Path(f"/proc/{worker}/cmdline").read_bytes().startswith(b"ray::"))
+        assert stop_cluster.members("pod-first") == {ours.pid}
+    finally:
+        stop_cluster.stop("pod-first")
+        os.kill(worker, signal.SIGKILL)  # its template ends with it
+        ours.wait(10)
+        ours.stdout.close()
