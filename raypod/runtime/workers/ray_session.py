@@ -38,8 +38,8 @@ _DEAF_S = 10  # in which no signal is handled while Ray waits for its raylet
 _START_WAIT = "RAY_raylet_start_wait_time_s"
 _MAX_ADDRESS_BYTES = 1024
 _OBJECT_STORE_BYTES = 80_000_000  # it carries only reports; Ray's minimum is 75 MB
-# Since this version, workers can import torch while the session starts: measured 0.4 to 2 s faster with 2.60, and
-# slower with 2.10, which restarts such workers for the job.
+# Since this version, workers can start, and import a module, while the session does. Older ones, as 2.10, would restart
+# such workers for the job.
 _PRELOADS_SINCE = (2, 50)
 # The raylet often connects to its object store before that listens, and would wait a second before the next attempt.
 _RAYLET_ATTEMPTS = "RAY_raylet_client_num_connect_attempts"

@@ -43,12 +43,13 @@ class Template:
         before: Callable[..., Any] = services.ConsolePopen
 
         def start(command: List[str], *arguments: Any, env: Optional[Dict[str, str]] = None, **options: Any) -> Any:
-            if not command[0].endswith(_RAYLET):
+            logs = next((each[len(_LOGS) :] for each in command if each.startswith(_LOGS)), None)
+            if logs is None or not command[0].endswith(_RAYLET):
                 return before(command, *arguments, env=env, **options)
             variables = {"RAYPOD_TEMPLATE": self._name, "RAYPOD_TEMPLATE_PYTHON": sys.executable}
             environment = {**(os.environ if env is None else env), **variables}
             raylet = before([_asking(each) for each in command], *arguments, env=environment, **options)
-            self._end_with(raylet.pid, command)
+            self._end_with(raylet.pid, logs)
             return raylet
 
         services.ConsolePopen = start
@@ -64,8 +65,7 @@ class Template:
         self._process.wait()
         self._process.stdin.close()
 
-    def _end_with(self, raylet: int, command: List[str]) -> None:
-        logs = next(each[len(_LOGS) :] for each in command if each.startswith(_LOGS))
+    def _end_with(self, raylet: int, logs: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended
             self._process.stdin.write(f"{raylet}\n{logs}\n".encode())

@@ -167,3 +167,13 @@ def test_a_template_whose_packages_start_threads_forks_nothing(
         host.raylet.kill()
         host.raylet.wait()
         host.template.close()
+
+
+def test_a_raylet_whose_command_is_another_one_is_started_as_it_is(processes: None) -> None:
+    template, services, command = ray_template.Template(), Services(), ["/raylet/raylet", "--python_worker_command=x"]
+    with template.used_by(services):
+        raylet = services.ConsolePopen(command, env={})
+    raylet.kill()
+    raylet.wait()
+    template.close()
+    assert (services.command, services.environment) == (command, {})
