@@ -72,7 +72,7 @@ def _check(argv: Sequence[str]) -> None:
     for flag, key in _OWN:
         if value_of(argv, flag, key) is not None:
             raise ConfigError(f"lr-range has a schedule of its own: omit {flag}")
-    if value_of(argv, "--resume", "--resume") is not None:
+    if value_of(argv, "--resume", "run.resume") is not None:
         raise ConfigError("lr-range begins at the first update: omit --resume; --init-weights takes a run's weights")
     for flag in ("--detach", "--detach-as"):
         if flag in argv:

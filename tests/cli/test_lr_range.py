@@ -47,6 +47,7 @@ def test_the_command_writes_the_curve_and_prints_a_rate(tmp_path: Path, capsys: 
     [
         (["--lr-schedule", "step"], "omit --lr-schedule"),
         (["--resume", "runs/x"], "lr-range begins at the first update: omit --resume"),
+        (["run.resume=runs/x"], "lr-range begins at the first update: omit --resume"),
         (["--detach"], "omit --detach"),
         (["--updatse", "5"], "did you mean --updates?"),
     ],
