@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, Sequence
+from typing import Dict, Sequence, Tuple
 
 from raypod.errors import ConfigError
 from raypod.plan import ipu_options
@@ -27,7 +27,6 @@ from raypod.plan.values import parse_interval
 # Keys of the section `data` that only images of folders have.
 OF_IMAGE_FOLDERS = ("jpeg_decoder", "bounding_boxes", "policy", "random_erasing")
 OF_SHARDS = ("shuffle_window", "cache_size")  # those that only data in shards have
-OF_SYNTHETIC = ("samples", "image")  # those that only synthetic images have
 
 
 def check_compatible(config: Config) -> None:
@@ -175,6 +174,16 @@ def _or(words: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
+def needs_of_data_set(dataset: str) -> Dict[str, Tuple[bool, str]]:
+    """Return the keys of `data` that only some data sets of images have: whether this one has it, and which do."""
+    is_synthetic = dataset == "synthetic"
+    return {
+        **dict.fromkeys(("samples", "image"), (is_synthetic, "--dataset synthetic")),
+        "download": (dataset in DOWNLOADED, f"--dataset {_or(DOWNLOADED)}"),
+        "classes": (is_synthetic or ":" in dataset, "--dataset synthetic or module:function"),
+    }
+
+
 def _check_data_set(config: Config) -> None:
     """Raise ConfigError for a setting that only images of folders, data in shards or synthetic images have."""
     is_image_task = config.task.name in IMAGE_TASKS
@@ -183,10 +192,7 @@ def _check_data_set(config: Config) -> None:
     needs = {**dict.fromkeys(OF_IMAGE_FOLDERS, (config.decoder is not None, folders))}
     needs.update(dict.fromkeys(OF_SHARDS, (config.reads_shards, of_shards)))
     if is_image_task:
-        is_synthetic, has_function = config.data.dataset == "synthetic", ":" in config.data.dataset
-        needs.update(dict.fromkeys(OF_SYNTHETIC, (is_synthetic, "--dataset synthetic")))
-        needs["download"] = (config.data.dataset in DOWNLOADED, f"--dataset {_or(DOWNLOADED)}")
-        needs["classes"] = (is_synthetic or has_function, "--dataset synthetic or module:function")
+        needs.update(needs_of_data_set(config.data.dataset))
     for key, (has_effect, needed) in needs.items():
         value = getattr(config.data, key)
         if not has_effect and value != DataSection.model_fields[key].default:

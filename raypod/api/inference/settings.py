@@ -11,8 +11,8 @@ from raypod.api import planning
 from raypod.api.inference.checkpoints import PathLike, Run, Weights, load, open_run
 from raypod.errors import ConfigError
 from raypod.plan import flags, ipu_options, resolve
-from raypod.plan.compatibility import OF_IMAGE_FOLDERS, OF_SHARDS, OF_SYNTHETIC, check_data_folder
-from raypod.plan.config import DOWNLOADED, IMAGE_FOLDERS, IMAGE_TASKS, SHARDS, Config, fields
+from raypod.plan.compatibility import OF_IMAGE_FOLDERS, OF_SHARDS, check_data_folder, needs_of_data_set
+from raypod.plan.config import IMAGE_FOLDERS, IMAGE_TASKS, SHARDS, Config, fields
 from raypod.plan.plan import Plan, pipeline_stages
 from raypod.system.command_line import suggestion
 from raypod.training.tasks.registry import schema_of
@@ -117,10 +117,9 @@ def changed(config: Config, changes: Mapping[str, Any], allowed: Sequence[str]) 
         for key in (*OF_IMAGE_FOLDERS, "rand_augment_ops", "rand_augment_magnitude"):
             values["data"].pop(key, None)
     is_image_task, dataset = resolve.task_of_values(values) in IMAGE_TASKS, values["data"]["dataset"]
-    has_effect = dict.fromkeys((*OF_SYNTHETIC, "classes"), dataset == "synthetic")
-    has_effect.update(download=dataset in DOWNLOADED, classes=dataset == "synthetic" or ":" in dataset)
-    for key in (key for key, has in has_effect.items() if not has and f"data.{key}" not in changes):
-        values["data"].pop(key, None)
+    for key, (has_effect, _) in needs_of_data_set(dataset).items():
+        if not has_effect and f"data.{key}" not in changes:
+            values["data"].pop(key, None)
     if is_image_task and dataset not in (*IMAGE_FOLDERS, SHARDS):
         for key in OF_SHARDS:
             values["data"].pop(key, None)
