@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Dict, Tuple, Union
+from typing import Any, Dict, Tuple, Union
 
 import numpy as np
+import torch
 from PIL import Image
 
 from raypod.plan.config import Config
 from raypod.plan.resolve import from_values
+from raypod.training import data as datasets
+from raypod.training.data.feed import Feed
+from raypod.training.data.images import ImageSource
 
 
 def photograph(seed: int, width: int, height: int) -> Image.Image:
@@ -44,6 +48,19 @@ def write(folder: Path) -> Path:
 def config(folder: Union[str, Path], **data: object) -> Config:
     """Return the settings of a run with the images of a folder."""
     return from_values({"data": {"dataset": "imagefolder", "data_dir": str(folder), **data}})
+
+
+def fed(make: Any, folder: Path, data: Dict[str, Any], segment: int, instances: int) -> torch.Tensor:
+    """Return the images of a segment of a run with 2 replicas and settings of `data`; `make` makes its plan."""
+    own = config(folder, image_size=16, **data).data.model_dump()
+    plan = make(data=own, training={"batch_size": 2, "epochs": 3}, pod={"replicas": 2, "num_instances": instances})
+    source = ImageSource(plan.config, datasets.load(plan.config))
+    calls = []
+    for spec in plan.placement.instances:
+        feed = Feed(plan, spec, source)
+        calls.append([images for images, _ in feed.calls(plan.segments()[segment])])
+        feed.close()
+    return torch.cat([torch.cat(call) for call in zip(*calls)])
 
 
 def touch(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ from raypod.training import data as datasets
 from raypod.training.checkpoint import resume
 from raypod.training.data import image_decoders, packing
 from raypod.training.data.bounding_boxes import WHOLE, boxes_of, is_covered
-from raypod.training.data.feed import Feed
-from raypod.training.data.images import ImageSource
 from raypod.training.data.loading import SeededSamples
 from tests.support import image_folders
 from tests.support.image_folders import config
@@ -86,17 +85,7 @@ def test_only_images_with_a_box_have_other_crops(folder: Path, decoder: str, giv
 
 
 def test_crops_by_boxes_are_a_function_of_seed_epoch_and_sample(folder: Path, make: Any) -> None:
-    def fed(segment: int, instances: int) -> torch.Tensor:
-        own = config(folder, image_size=16, bounding_boxes=str(folder / "boxes.csv")).data.model_dump()
-        plan = make(data=own, training={"batch_size": 2, "epochs": 3}, pod={"replicas": 2, "num_instances": instances})
-        source = ImageSource(plan.config, datasets.load(plan.config))
-        calls = []
-        for spec in plan.placement.instances:
-            feed = Feed(plan, spec, source)
-            calls.append([images for images, _ in feed.calls(plan.segments()[segment])])
-            feed.close()
-        return torch.cat([torch.cat(call) for call in zip(*calls)])
-
+    fed = functools.partial(image_folders.fed, make, folder, {"bounding_boxes": str(folder / "boxes.csv")})
     assert torch.equal(fed(1, 1), fed(1, 2))
     assert not torch.equal(fed(0, 1), fed(1, 1))
 

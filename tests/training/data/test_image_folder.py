@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,8 @@ from raypod.plan.resolve import from_values
 from raypod.plan.tables import render, render_brief
 from raypod.training import data as datasets
 from raypod.training.data import packing
-from raypod.training.data.feed import Feed
 from raypod.training.data.image_files import SUFFIXES
 from raypod.training.data.image_reader import image_files
-from raypod.training.data.images import ImageSource
 from raypod.training.data.loading import SeededSamples
 from tests.support import image_folders
 from tests.support.image_folders import config
@@ -72,17 +71,7 @@ CHANGES = [{"policy": "rand-augment", "random_erasing": 0.5}, {"policy": "auto-a
 
 @pytest.mark.parametrize("data", [{}, {"eight_bit_io": True}, *CHANGES])
 def test_training_crops_are_a_function_of_seed_epoch_and_sample(folder: Path, make: Any, data: Any) -> None:
-    def fed(segment: int, instances: int) -> torch.Tensor:
-        own = config(folder, image_size=16, **data).data.model_dump()
-        plan = make(data=own, training={"batch_size": 2, "epochs": 3}, pod={"replicas": 2, "num_instances": instances})
-        source = ImageSource(plan.config, datasets.load(plan.config))
-        calls = []
-        for spec in plan.placement.instances:
-            feed = Feed(plan, spec, source)
-            calls.append([images for images, _ in feed.calls(plan.segments()[segment])])
-            feed.close()
-        return torch.cat([torch.cat(call) for call in zip(*calls)])
-
+    fed = functools.partial(image_folders.fed, make, folder, data)
     assert torch.equal(fed(1, 1), fed(1, 2))
     assert not torch.equal(fed(0, 1), fed(1, 1))
 
