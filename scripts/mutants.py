@@ -36,8 +36,8 @@ SEED = 33
 PER_PACKAGE = 5
 CANDIDATES = 15  # of each package are traced, so that an equivalent mutant can be replaced without another trace
 PACKAGES = (
-    *("coordinator", "fleet", "instance", "checkpoint", "record", "datasets", "plan", "storage", "launcher", "host"),
-    *("emulated_sdk/_pod", "emulated_sdk/poptorch/device"),
+    *("runtime/coordinator", "runtime/workers", "runtime/worker", "runtime/launcher", "training/checkpoint"),
+    *("training/data", "runs", "runs/upload", "plan", "host", "emulated_sdk/_pod", "emulated_sdk/poptorch/device"),
 )
 # Mutants that no test can find, with the reason.
 EQUIVALENT: Dict[str, str] = {}
