@@ -56,7 +56,7 @@ _COMPARISONS = {
 }
 # Without the division: of most expressions with a slash, the operands are paths.
 _OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.Mod: "+"}
-_IGNORED = shutil.ignore_patterns(".git", ".venv", "runs", "site", "__pycache__", ".*_cache", "*.egg-info", "build")
+_IGNORED = shutil.ignore_patterns(".git", ".venv", "site", "__pycache__", ".*_cache", "*.egg-info", "build")
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
