@@ -1,6 +1,6 @@
-"""The cost of the coordinator per update and per instance, from 4 to 4,096 instances with scripted reports.
+"""The cost of the coordinator per update and per instance, from 4 to 16,384 instances with scripted reports.
 
-    python scripts/bench_coordinator.py [--instances 4 16 64 256 1024 4096] [--updates 50] [--rounds 5]
+    python scripts/bench_coordinator.py [--instances 4 16 64 256 1024 4096 16384] [--updates 50] [--rounds 5]
 
 Everything between the reports of the instances and the events of the run is measured, and what records the events:
 the aggregation of metrics, `metrics.jsonl`, the ledger's lines, the event log, and the state behind the status
@@ -8,7 +8,8 @@ endpoint, after the first update. The time in which the simulated instances make
 interleaved rounds (smallest - largest).
 
 "growth" is the cost per instance relative to the row before: more than 1 means faster than linear growth.
-"memory" is the growth of the resident memory over the run, with the reports of one update.
+"memory" is the growth of the resident memory over the run, with the reports of one update. `--no-gc` disables Python's
+garbage collector.
 """
 
 from __future__ import annotations
@@ -90,10 +91,13 @@ def _resident_mb() -> float:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=int, nargs="+", default=[4, 16, 64, 256, 1024, 4096])
+    parser.add_argument("--instances", type=int, nargs="+", default=[4, 16, 64, 256, 1024, 4096, 16384])
     parser.add_argument("--updates", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-gc", action="store_true")
     args = parser.parse_args()
+    if args.no_gc:
+        gc.disable()
     taken: Dict[int, List[Tuple[float, float, float]]] = {instances: [] for instances in args.instances}
     for _ in range(args.rounds):
         for instances in args.instances:
