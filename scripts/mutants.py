@@ -326,7 +326,7 @@ def kill(arguments: argparse.Namespace) -> None:
 
 
 def _first_failure(names: List[str], copy: Path, limit_s: float) -> str:
-    """Run tests until one fails. Returns its name, "time limit", or "" if none fails."""
+    """Run tests until one fails. Returns its name, "time limit", "signal" and a number, or "" if none fails."""
     if not names:
         return ""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *names]
@@ -344,6 +344,8 @@ def _first_failure(names: List[str], copy: Path, limit_s: float) -> str:
         output.seek(0)
         text = output.read()
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    if code < 0:
+        return f"signal {-code}"
     if code not in (0, 1) and not failed:
         raise SystemExit(f"{' '.join(command[:8])} ended with {code} after {time.monotonic() - began:.0f} s:\n{text}")
     return failed.group(1) if failed else ""
