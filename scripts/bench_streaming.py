@@ -1,4 +1,4 @@
-"""Measure data at a URL: `python scripts/bench_streaming.py shuffle` and `... speed --peer PYTHON`.
+"""Measure data at a URL: `python scripts/bench_streaming.py shuffle`, `... speed --peer PYTHON`, and `... disk`.
 
 `shuffle` compares the windows of `--shuffle-window` with a full shuffle on the digits in 50 shards, which are sorted by
 class, or mixed as `raypod pack` mixes them: the rank correlation between the places in an epoch of samples that are
@@ -10,11 +10,16 @@ bytes), in one process: raypod, and MosaicML Streaming under the interpreter PYT
 shuffle, and have an empty cache at first: samples/s of the first epoch, without the imports; seconds from the start of
 a process that resumes in the middle of an epoch with an empty cache until its first sample; and bytes read. Rounds
 alternate; medians with the extremes.
+
+`disk` trains on nothing, too: one process decodes the JPEG files of two epochs (make_imagenet.py) with simplejpeg. The
+same shards lie on the S3 server, and in a folder of this host that is read as a URL (file://), with an empty cache of
+the same size each time, into which half of the shards fit.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -28,7 +33,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import numpy as np  # noqa: E402 - needs the path above
 
@@ -40,6 +45,7 @@ from raypod.training.data.order import epoch_order, packed_order  # noqa: E402
 SHARDS, SEED, BATCH = 50, 42, 32
 PEER = str(ROOT / "scripts" / "bench_streaming_peer.py")
 RUN_S = 500.0
+URL = "s3://bucket"
 
 
 def counts_of(samples: int) -> Tuple[int, ...]:
@@ -119,24 +125,35 @@ class Samples:
         return self.folder / "packed"
 
 
-def read(url: str, cache: str, window: int, first: int, limit: int) -> Tuple[int, float, float]:
-    """Read the samples of an epoch from position `first` on; return their number, seconds, and when the first came."""
+def read(
+    url: str, cache: str, window: int, first: int, limit: int, cache_size: str = "50GB", epochs: int = 1
+) -> Tuple[int, float, float]:
+    """Read the samples of epochs from position `first` on; return their number, seconds, and when the first came.
+
+    They are decoded if there are several epochs.
+    """
     import s3fs  # noqa: F401
+    import torch
 
-    import raypod.training.data.image_decoders  # noqa: F401 - imports torch
+    import raypod.training.data.image_decoders  # noqa: F401 - imports torchvision
 
+    torch.set_num_threads(1)
     began = time.perf_counter()
     data = {"dataset": "imagefolder", "data_dir": url, "cache_dir": cache, "shuffle_window": window}
-    config = from_values({"data": data})
-    files = datasets.load(config).train.files
+    config = from_values({"data": {**data, "cache_size": cache_size, "jpeg_decoder": "simplejpeg"}})
+    train = datasets.load(config).train
+    files = train.files
     files.begin()  # as `Feed` does
     size = datasets.dataset_size(config)
-    order = epoch_order(SEED, 0, size.train_samples, size.shards, window)[first:]
-    calls: Iterator[Any] = iter([(0, order[start : start + BATCH]) for start in range(0, len(order), BATCH)])
+    orders = [epoch_order(SEED, epoch, size.train_samples, size.shards, window)[first:] for epoch in range(epochs)]
+    calls: Iterator[Any] = iter(
+        [(epoch, order[at : at + BATCH]) for epoch, order in enumerate(orders) for at in range(0, len(order), BATCH)]
+    )
+    get = files.read if epochs == 1 else train.__getitem__
     count, first_at = 0, 0.0
     for _, samples in files.prepared(calls, 2):
         for sample in samples:
-            files.read(int(sample))
+            get(int(sample))
             first_at = first_at or time.time()
             count += 1
         if count >= limit:
@@ -146,8 +163,9 @@ def read(url: str, cache: str, window: int, first: int, limit: int) -> Tuple[int
     return count, seconds, first_at
 
 
-def speed(args: argparse.Namespace) -> None:
-    """Print the rates of raypod and of the peer."""
+@contextlib.contextmanager
+def s3_server() -> Iterator[Any]:
+    """Run an S3 server, which the environment names; yield the proxy before it."""
     from tests.support import storage_servers as servers
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends on SIGTERM, too
@@ -162,16 +180,43 @@ def speed(args: argparse.Namespace) -> None:
         AWS_SECRET_ACCESS_KEY=servers.SECRET,
         AWS_DEFAULT_REGION="us-east-1",
     )
-    url = f"s3://{servers.BUCKET}"
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            packed = Samples(Path(folder), args.samples, args.sample_bytes).write(args.shard_bytes)
-            upload(packed, f"{url}/raypod")
-            peer(args, "write", str(packed.parent / "images" / "train" / "one"), f"{url}/mosaic", str(args.shard_bytes))
-            measure(args, url, folder, proxy)
+        yield proxy
     finally:
         proxy.stop()
         server.kill()
+
+
+def speed(args: argparse.Namespace) -> None:
+    """Print the rates of raypod and of the peer."""
+    with s3_server() as proxy, tempfile.TemporaryDirectory() as folder:
+        packed = Samples(Path(folder), args.samples, args.sample_bytes).write(args.shard_bytes)
+        upload(packed, f"{URL}/raypod")
+        peer(args, "write", str(packed.parent / "images" / "train" / "one"), f"{URL}/mosaic", str(args.shard_bytes))
+        measure(args, URL, folder, proxy)
+
+
+def disk(args: argparse.Namespace) -> None:
+    """Print the rates of the S3 server and of the local disk, and their ratio."""
+    import make_imagenet
+
+    with s3_server(), tempfile.TemporaryDirectory() as folder:
+        packed = Path(folder, "packed")
+        make_imagenet.write(Path(folder, "images"), args.images, 10, 10, SEED, 2)
+        packing.pack(Path(folder, "images"), packed, args.shard_bytes, lambda written, total: None)
+        upload(packed, f"{URL}/raypod")
+        half = sum(each.stat().st_size for each in packed.rglob("*.tar")) // 2
+        urls, rates = {"s3": f"{URL}/raypod", "disk": f"file://{packed}"}, {"s3": [], "disk": []}  # type: ignore
+        for number in range(args.rounds):
+            for name, url in urls.items():
+                words = [url, f"{folder}/cache-{name}-{number}", str(args.window), "0", "--limit", str(2 * args.images)]
+                command = [sys.executable, __file__, "read", *words, "--cache-size", f"{half // 1000}KB", "--epochs", "2"]
+                count, seconds, _ = json.loads(run(command).strip().splitlines()[-1])
+                rates[name].append(count / seconds)
+                print(f"round {number + 1}, {name}: {count / seconds:.0f} images/s", flush=True)
+    ratios = [s3 / local for s3, local in zip(rates["s3"], rates["disk"])]
+    for name, found in (*rates.items(), ("ratio", ratios)):
+        print(f"{name:6} {statistics.median(found):8.2f} ({min(found):.2f} - {max(found):.2f})")
 
 
 def measure(args: argparse.Namespace, url: str, folder: str, proxy: Any) -> None:
@@ -236,17 +281,25 @@ def main() -> None:
     measured.add_argument("--shard-bytes", type=int, default=4_000_000)
     measured.add_argument("--window", type=int, default=4)
     measured.add_argument("--rounds", type=int, default=3)
+    local = commands.add_parser("disk")
+    local.add_argument("--images", type=int, default=4_000)
+    local.add_argument("--shard-bytes", type=int, default=10_000_000)
+    local.add_argument("--window", type=int, default=4)
+    local.add_argument("--rounds", type=int, default=5)
     reads = commands.add_parser("read")
     for name in ("url", "cache"):
         reads.add_argument(name)
     for name in ("window", "first"):
         reads.add_argument(name, type=int)
     reads.add_argument("--limit", type=int, required=True)
+    reads.add_argument("--cache-size", default="50GB")
+    reads.add_argument("--epochs", type=int, default=1)
     args = parser.parse_args()
     if args.command == "read":
-        print(json.dumps(read(args.url, args.cache, args.window, args.first, args.limit)))
+        words = args.url, args.cache, args.window, args.first, args.limit
+        print(json.dumps(read(*words, args.cache_size, args.epochs)))
     else:
-        {"shuffle": shuffle, "speed": speed}[args.command](args)
+        {"shuffle": shuffle, "speed": speed, "disk": disk}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import collections
 import concurrent.futures
 import json
 import os
@@ -161,7 +162,9 @@ def candidates(tree: Path, package: str) -> List[Mutant]:
     order = random.Random(f"{SEED} {package}")
     found: List[Tuple[Path, str, Any]] = []
     for path in sorted((tree / "raypod" / package).rglob("*.py")):
-        found += [(path, name, function) for name, function in functions(ast.parse(path.read_text()))]
+        named = list(functions(ast.parse(path.read_text())))
+        counts = collections.Counter(name for name, _ in named)  # a property and its setter have one name
+        found += [(path, name, function) for name, function in named if counts[name] == 1]
     order.shuffle(found)
     mutants: List[Mutant] = []
     for path, name, function in found:
