@@ -38,7 +38,7 @@ PER_PACKAGE = 5
 CANDIDATES = 15  # of each package are traced, so that an equivalent mutant can be replaced without another trace
 PACKAGES = (
     *("runtime/coordinator", "runtime/workers", "runtime/worker", "runtime/launcher", "training/checkpoint"),
-    *("training/data", "runs", "runs/upload", "plan", "host", "emulated_sdk/_pod", "emulated_sdk/poptorch/device"),
+    *("training/data", "runs", "runs/upload", "plan", "system", "emulated_sdk/_pod", "emulated_sdk/poptorch/device"),
 )
 # Mutants that no test can find, with the reason.
 EQUIVALENT: Dict[str, str] = {}
