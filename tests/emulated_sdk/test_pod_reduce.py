@@ -142,3 +142,9 @@ def test_invalid_contributions_are_an_error(contributions: List[torch.Tensor], m
 def test_a_gap_between_the_processes_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"offsets \[0, 3\], counts \[2, 2\]"):
         _pod.reduce.checked_layout([[0, 2, 5, 10], [3, 2, 5, 10]], 5)
+
+
+def test_the_additions_of_a_process_are_numbered_from_its_first_replica() -> None:
+    own = [torch.full((4,), float(number)) for number in (2, 3, 4)]
+    _pod.reduce._add(own, [(2, 3), (2, 4)], offset=2, start=1, stop=3)
+    assert own[0].tolist() == [2.0, 9.0, 9.0, 2.0]

@@ -117,3 +117,11 @@ def test_the_plan_shows_what_evaluations_and_the_average_transfer(make: Any) -> 
     shown = render(make(training={"epochs": 3, "evaluate_every": 1, "ema": 0.99}))
     assert "evaluation  2 times during the training; on IPUs each transfers the weights 3 x and the optimizer" in shown
     assert "average  of the weights, which are read back every 10 updates\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("threads", "reproducible"),
+    [(1, "the same for every placement of these replicas"), (0, "specific to this placement: the threads")],
+)
+def test_the_plan_says_where_the_weights_are_the_same(make: Any, threads: int, reproducible: str) -> None:
+    assert reproducible in render(make(pod={"replicas": 4, "threads_per_replica": threads}))

@@ -18,6 +18,7 @@ from raypod.plan.plan import Plan, Segment
 from raypod.plan.profile_window import rounding_of, window_of
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.profile import ProfileSource, ProfileWriter
+from raypod.runs.trace import merged
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.ray_clocks import best_reading
 from raypod.runtime.workers.scripted import ScriptedFleet
@@ -216,3 +217,12 @@ def test_spans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, dropped = recorder.take()
     assert (len(taken), dropped) == (2, 3)
     assert recorder.take() == ((), 0)
+
+
+def test_the_processes_of_a_later_part_have_numbers_of_their_own() -> None:
+    def part(origin_s: float, *processes: int) -> Dict[str, Any]:
+        events = [{"name": "call", "ph": "X", "pid": process, "ts": 1.0} for process in processes]
+        return {"traceEvents": events, "metadata": {"parts": [{"origin_unix_s": origin_s}]}}
+
+    events = merged(part(10.0, 1, 2), part(11.0, 1, 2))["traceEvents"]
+    assert [(event["pid"], event["ts"]) for event in events] == [(1, 1.0), (2, 1.0), (3, 1e6 + 1), (4, 1e6 + 1)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import pty
 import select
+from pathlib import Path
 from typing import Iterator, List, Tuple
 
 import pytest
 
 from raypod.runtime.launcher import output as module
-from raypod.runtime.launcher.output import Console
+from raypod.runtime.launcher.output import Console, Output
 from raypod.runtime.launcher.records import STDERR, STDOUT
 
 
@@ -122,3 +123,13 @@ def test_a_line_that_is_too_long_is_split(file: Screen, monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "LONGEST_LINE_BYTES", 10)
     assert file((0, STDOUT, b"0123456789ab")) == b"[1,0]<stdout>:0123456789ab\n"
     assert file((0, STDOUT, b"c\n")) == b"[1,0]<stdout>:c\n"
+
+
+def test_flushed_lines_of_a_program_are_on_the_console_and_in_its_log(file: Screen, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    output = Output(str(tmp_path), 1, file.console)
+    output.add(0, STDOUT, b"loss 0.5\nnot yet")
+    output.flush()
+    assert b"loss 0.5" in file.read()
+    assert Path(output.log_file(0)).read_bytes() == b"loss 0.5\nnot yet"
+    output.close()
