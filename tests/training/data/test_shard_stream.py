@@ -339,6 +339,9 @@ def test_processes_of_a_host_download_a_shard_once_and_remove_what_was_needed_lo
     one, two, three, four = read_index(storage.folder).train.shards[:4]
     cache = ShardCache(tmp_path / "shards", one.bytes + two.bytes + max(three.bytes, four.bytes))
     fetched: List[int] = []
+    (cache.folder / "train").mkdir(parents=True)  # what is not of the cache stays
+    for name in ("index.json", "mine.partial"):
+        (cache.folder / name).write_bytes(bytes(one.bytes))
     threads = [
         threading.Thread(target=lambda: fetched.append(cache.fetch(Store(storage.url), one, ()))) for _ in range(4)
     ]
@@ -352,9 +355,10 @@ def test_processes_of_a_host_download_a_shard_once_and_remove_what_was_needed_lo
         os.utime(str(cache.path(shard)), (1000 - age, 1000 - age))
     cache.fetch(Store(storage.url), four, {three.xxh3_128})
     assert [cache.has(each) for each in (one, two, three, four)] == [True, False, True, True]
-    (cache.folder / "0123.5.partial").touch()  # of a process that was killed
+    (cache.folder / f"{'0' * 32}.5.partial").touch()  # of a process that was killed
     cache.remove_abandoned()
-    assert not list(cache.folder.glob("*.partial"))
+    assert [path.name for path in cache.folder.glob("*.partial")] == ["mine.partial"]
+    assert all((cache.folder / name).exists() for name in ("index.json", "train"))
     with pytest.raises(DamagedShard):
         cache.fetch(Store(storage.url), Shard(file=one.file, bytes=one.bytes, xxh3_128="0" * 32))
 
