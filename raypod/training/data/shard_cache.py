@@ -72,7 +72,7 @@ class ShardCache:
             DamagedShard: its checksum is wrong, also of a second download.
             Exception: of the storage library, or OSError of the disk.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(0o755, parents=True, exist_ok=True)
         with file_lock(self.folder / f"{shard.xxh3_128}{_LOCKED}", _DOWNLOAD_S, ""):
             if self.has(shard):
                 return 0

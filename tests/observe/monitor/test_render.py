@@ -41,7 +41,7 @@ def test_every_view_fits_every_size(pod: Pod, view: str, ascii_only: bool) -> No
 
 def test_names_of_others_cannot_control_the_terminal(pod: Pod) -> None:
     evil, run = "\x1b]0;title\x07\x9b2J", pod.runs[0]
-    changed = {name: evil for name in ("host", "user", "program", "state", "phase", "message", "device_line")}
+    changed = dict.fromkeys(("host", "user", "program", "state", "phase", "message", "device_line"), evil)
     instances = tuple(dataclasses.replace(each, host=evil, state=evil, log_file=evil) for each in run.instances)
     run = dataclasses.replace(run, run_dir=f"/runs/{evil}", samples_are=evil, instances=instances, **changed)
     run = dataclasses.replace(run, evaluation={evil: 1.0}, events=(EventLine(0.0, evil, evil),))
