@@ -234,7 +234,7 @@ def test_a_folder_that_others_can_rename_is_not_private(tmp_path: Path, monkeypa
     assert not make_private(str(path))
     above.chmod(0o777)
     for given in (path, tmp_path / "link" / "mine"):
-        assert make_private(str(given)).startswith(f"{given} is in {above}, in which every user can rename it")
+        assert make_private(str(given)).startswith(f"{given} is in {above}, where every user can rename it")
     above.chmod(0o1777)
     assert not make_private(str(path))
     found, lstat = above.lstat(), os.lstat

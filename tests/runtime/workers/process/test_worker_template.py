@@ -171,7 +171,7 @@ def test_a_template_without_a_place_for_its_socket_is_not_used(processes: None, 
 
 @pytest.mark.parametrize("text", [b"{}", b"", b"[["])
 def test_the_descriptors_of_a_broken_request_are_closed(text: bytes) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     left, right = socket.socketpair()
     with left, right:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 1, 2]))]
@@ -180,7 +180,7 @@ def test_the_descriptors_of_a_broken_request_are_closed(text: bytes) -> None:
         right.shutdown(socket.SHUT_WR)
         with pytest.raises((ConnectionError, ValueError)):
             worker_template.receive(left)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_the_template_ends_with_the_raylet(host: Host) -> None:
