@@ -53,9 +53,7 @@ def _why_replaceable(path: str, owner: int) -> str:
             if found.st_uid not in (ROOT, owner):
                 return f"{path} is in {above}, which belongs to uid {found.st_uid}: use another folder"
             if not stat.S_ISLNK(found.st_mode) and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-                return (
-                    f"{path} is in {above}, in which every user can rename it: chmod +t {above}, or use another folder"
-                )
+                return f"{path} is in {above}, where every user can rename it: chmod +t {above}, or use another folder"
             if above == os.path.dirname(above):  # noqa: PTH120
                 break
             above = os.path.dirname(above)  # noqa: PTH120
