@@ -30,7 +30,8 @@ FLAGS = {
     "run.trackers": "--tracker",
 }
 _FILES = {"pod.cluster": "--cluster", "pod.executable_cache_path": "--executable-cache-path"}  # commands, executables
-_CODELETS = ("customCodelets", "customCodeletCompileFlags")  # options of PopART: source files that it compiles
+# Options of PopART: source files that it compiles, and executables that it loads.
+_CODELETS = ("customCodelets", "customCodeletCompileFlags", "cachePath")
 _KEY_BYTES = 32
 
 

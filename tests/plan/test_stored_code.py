@@ -46,6 +46,7 @@ CASES = {
     "training: {model: foreign:make}": "training.model = 'foreign:make'.*--model foreign:make",
     "training: {lr_schedule: foreign:make}": "--lr-schedule foreign:make",
     "ipu: {popart: {customCodelets: [x.cpp]}}": "ipu.popart = 'customCodelets'.*--popart customCodelets",
+    "ipu: {popart: {cachePath: theirs}}": "ipu.popart = 'cachePath'.*--popart cachePath",
     "pod: {cluster: theirs.yaml}": "names code, pod.cluster = 'theirs.yaml'.*--cluster theirs.yaml",
     "pod: {executable_cache_path: theirs}": "add --executable-cache-path theirs",
     "run: {trackers: [foreign:make]}": "--tracker foreign:make",
