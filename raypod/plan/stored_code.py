@@ -29,7 +29,11 @@ FLAGS = {
     "training.lr_schedule": "--lr-schedule",
     "run.trackers": "--tracker",
 }
-_FILES = {"pod.cluster": "--cluster", "pod.executable_cache_path": "--executable-cache-path"}  # commands, executables
+_FILES = {  # with commands, with executables, and one that names a folder of executables
+    "pod.cluster": "--cluster",
+    "pod.executable_cache_path": "--executable-cache-path",
+    "ipu.ipu_config": "--ipu-config",
+}
 # Options of PopART: source files that it compiles, and executables that it loads.
 _CODELETS = ("customCodelets", "customCodeletCompileFlags", "cachePath")
 _KEY_BYTES = 32

@@ -47,6 +47,7 @@ CASES = {
     "training: {lr_schedule: foreign:make}": "--lr-schedule foreign:make",
     "ipu: {popart: {customCodelets: [x.cpp]}}": "ipu.popart = 'customCodelets'.*--popart customCodelets",
     "ipu: {popart: {cachePath: theirs}}": "ipu.popart = 'cachePath'.*--popart cachePath",
+    "ipu: {ipu_config: theirs.json}": "add --ipu-config theirs.json",
     "pod: {cluster: theirs.yaml}": "names code, pod.cluster = 'theirs.yaml'.*--cluster theirs.yaml",
     "pod: {executable_cache_path: theirs}": "add --executable-cache-path theirs",
     "run: {trackers: [foreign:make]}": "--tracker foreign:make",
