@@ -21,6 +21,7 @@ _PYTHON = Path(__file__).parent / "worker_python"
 _RAYLET = "/raylet/raylet"  # ends the path of its program
 _LOGS = "--log_dir="
 _WORKERS = "--python_worker_command="
+_END_S = 5.0
 
 
 class Template:
@@ -77,7 +78,8 @@ class Template:
         assert self._process.stdin is not None
         self._listener.close()
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk that does not answer
+            self._process.wait(_END_S)
         self._process.stdin.close()
 
     def _end_with(self, raylet: int, logs: str) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
+from unittest import mock
 
 import psutil
 import pytest
@@ -167,6 +168,19 @@ def test_a_template_without_a_place_for_its_socket_is_not_used(processes: None, 
     raylet.wait()
     template.close()
     assert (services.command, services.environment) == (command, {})
+
+
+def test_nothing_waits_for_a_template_that_the_kernel_cannot_end(processes: None) -> None:
+    template = ray_template.Template()
+    process, waits = template._process, []
+
+    def wait(timeout: float) -> None:
+        waits.append(timeout)
+        raise subprocess.TimeoutExpired("template", timeout)
+
+    template._process = mock.Mock(wraps=process, stdin=process.stdin, wait=wait)
+    template.close()
+    assert (waits, process.wait(WITHIN_S)) == ([5.0], -9)
 
 
 @pytest.mark.parametrize("text", [b"{}", b"", b"[["])
