@@ -1,8 +1,9 @@
 """Names of code in the configuration of a stored run, and which of them may be imported.
 
 A run folder can come from an archive, a storage or another user, and its `config.yaml` can name any function as
-`module:function`. Such a name counts only if the command line names it, too, or if the run is this user's own: then the
-folder contains the seal that `seal_of` computes from the configuration with a key of the user on this host.
+`module:function`, and a cluster file, whose `ssh_proxy_command` is executed. Such a name counts only if the command
+line names it, too, or if the run is this user's own: then the folder contains the seal that `seal_of` computes from the
+configuration with a key of the user on this host.
 """
 
 from __future__ import annotations
@@ -28,13 +29,20 @@ FLAGS = {
     "training.lr_schedule": "--lr-schedule",
     "run.trackers": "--tracker",
 }
-_CODELETS = ("customCodelets", "customCodeletCompileFlags")  # options of PopART: source files that it compiles
+_FILES = {  # with commands, with executables, and one that names a folder of executables
+    "pod.cluster": "--cluster",
+    "pod.executable_cache_path": "--executable-cache-path",
+    "ipu.ipu_config": "--ipu-config",
+}
+# Options of PopART: source files that it compiles, and executables that it loads.
+_CODELETS = ("customCodelets", "customCodeletCompileFlags", "cachePath")
 _KEY_BYTES = 32
 
 
 def names_of(values: Mapping[str, Mapping[str, Any]]) -> List[Tuple[str, str]]:
-    """Return key and name of each `module:function` among the values of a config, and of PopART's code for tiles."""
-    found: List[Tuple[str, str]] = []
+    """Return key and name of what executes code: each `module:function`, `_FILES`, and PopART's code for tiles."""
+    files = ((full, values.get(full.partition(".")[0], {}).get(full.partition(".")[2])) for full in _FILES)
+    found = [(full, str(name)) for full, name in files if name is not None]
     for full in FLAGS:
         section, _, key = full.partition(".")
         value = values.get(section, {}).get(key)
@@ -63,7 +71,7 @@ def check(
     if not foreign or is_own(path.parent):
         return
     what = ", ".join(f"{key} = {name!r}" for key, name in foreign)
-    flags = " ".join(f"{flag or FLAGS.get(key, '--popart')} {name}" for key, name in foreign)
+    flags = " ".join(f"{flag or {**FLAGS, **_FILES}.get(key, '--popart')} {name}" for key, name in foreign)
     raise ConfigError(
         f"{path} names code, {what}, and was not written by you on this host; if you trust this code, add {flags}"
     )

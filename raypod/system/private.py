@@ -41,7 +41,37 @@ def why_not_private(path: str, owner: int) -> str:
         return f"{path} belongs to uid {found.st_uid}, not to {owner}: remove it"
     if mode & 0o077:
         return f"{path} is open to other users (mode {mode:04o}): check what is in it, then chmod 700 it, or remove it"
+    return _why_replaceable(path, owner)
+
+
+def _why_replaceable(path: str, owner: int) -> str:
+    """Return which folder above lets others rename this one, and put another one in its place; "" if none does."""
+    for start in (os.path.realpath(path), os.path.abspath(path)):  # noqa: PTH100 - for Python 3.6
+        above = os.path.dirname(start)  # noqa: PTH120
+        while True:
+            found = os.lstat(above)
+            if found.st_uid not in (ROOT, owner):
+                return f"{path} is in {above}, which belongs to uid {found.st_uid}: use another folder"
+            if not stat.S_ISLNK(found.st_mode) and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+                return f"{path} is in {above}, where every user can rename it: chmod +t {above}, or use another folder"
+            if above == os.path.dirname(above):  # noqa: PTH120
+                break
+            above = os.path.dirname(above)  # noqa: PTH120
     return ""
+
+
+def why_not_own(path: str) -> str:
+    """Return why this user must not write into a folder, which others can read; "" if it may, or if it is missing.
+
+    Another user who can write there can link the names of its files to files of this user.
+    """
+    try:
+        for found in (os.lstat(path), os.stat(path)):  # noqa: PTH116 - for Python 3.6
+            if found.st_uid not in (ROOT, os.getuid()):
+                return f"{path} belongs to uid {found.st_uid}, not to {os.getuid()}"
+    except OSError:
+        return ""
+    return f"every user can write into {path}" if found.st_mode & stat.S_IWOTH else ""
 
 
 def read_file_of(path: str, owners: Sequence[int], most_bytes: int) -> Optional[bytes]:

@@ -46,6 +46,10 @@ CASES = {
     "training: {model: foreign:make}": "training.model = 'foreign:make'.*--model foreign:make",
     "training: {lr_schedule: foreign:make}": "--lr-schedule foreign:make",
     "ipu: {popart: {customCodelets: [x.cpp]}}": "ipu.popart = 'customCodelets'.*--popart customCodelets",
+    "ipu: {popart: {cachePath: theirs}}": "ipu.popart = 'cachePath'.*--popart cachePath",
+    "ipu: {ipu_config: theirs.json}": "add --ipu-config theirs.json",
+    "pod: {cluster: theirs.yaml}": "names code, pod.cluster = 'theirs.yaml'.*--cluster theirs.yaml",
+    "pod: {executable_cache_path: theirs}": "add --executable-cache-path theirs",
     "run: {trackers: [foreign:make]}": "--tracker foreign:make",
     "run: {reset_command: 'touch x'}": "add --reset-command 'touch x' to use it",
     "run: {storage_path: 's3://theirs/x'}": "add --storage-path s3://theirs/x",
@@ -62,7 +66,7 @@ def test_a_stored_configuration_imports_nothing_that_the_command_does_not_name(
     given, config = ({"run.resume": str(source)}, None) if flag == "--resume" else ({}, str(source))
     with pytest.raises(ConfigError, match=message):
         resolve.combine(given, config)
-    for command in (["plan"], ["train", "--dry-run"], ["train"]):
+    for command in (["plan"], ["train", "--dry-run"], ["train"], ["doctor"]):
         assert main([*command, flag, str(source), "--device", "emulated"]) == 2
         error = capsys.readouterr().err
         assert "was not written by you on this host" in error
@@ -75,13 +79,13 @@ def test_a_stored_configuration_imports_nothing_that_the_command_does_not_name(
 def test_trained_models_import_code_only_if_the_command_trusts_it(
     command: str, mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = _stored(tmp_path, "task: {name: foreign:make}")
+    folder = _stored(tmp_path, "task: {name: foreign:make}\npod: {cluster: theirs.yaml}")
     more = {"predict": ["image.png"], "export": ["--format", "onnx"]}.get(command, [])
     assert main([command, str(folder), *more]) == 2
-    assert "add --trust foreign:make" in capsys.readouterr().err
+    assert "add --trust theirs.yaml --trust foreign:make" in capsys.readouterr().err
     assert not mark.exists()
     with pytest.raises(ConfigError, match="no subclass of raypod.Task"):
-        load_config(folder / "config.yaml", ["foreign:make"])
+        load_config(folder / "config.yaml", ["foreign:make", "theirs.yaml"])
     assert mark.exists()
 
 

@@ -252,7 +252,7 @@ def test_rays_launcher_has_folders_of_this_user_alone(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(up, "subprocess", SimpleNamespace(run=run, DEVNULL=0, STDOUT=0, TimeoutExpired=TimeoutError))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    tmp_path.chmod(0o777)
+    tmp_path.chmod(0o1777)
     (tmp_path / "ray").mkdir(0o700)
     up._run_ray("up", "pod.yaml", [], {}, 1.0)
     (tmp_path / "ray").chmod(0o777)

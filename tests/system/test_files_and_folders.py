@@ -227,6 +227,22 @@ def test_a_private_folder_is_one_that_only_this_user_can_use(
         assert make_private(str(path)) == f"{path} belongs to uid {path.stat().st_uid}, not to 12345: remove it"
 
 
+def test_a_folder_that_others_can_rename_is_not_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    above, path = tmp_path / "above", tmp_path / "above" / "mine"
+    above.mkdir()
+    (tmp_path / "link").symlink_to(above)
+    assert not make_private(str(path))
+    above.chmod(0o777)
+    for given in (path, tmp_path / "link" / "mine"):
+        assert make_private(str(given)).startswith(f"{given} is in {above}, where every user can rename it")
+    above.chmod(0o1777)
+    assert not make_private(str(path))
+    found, lstat = above.lstat(), os.lstat
+    foreign = os.stat_result((*found[:4], 12345, *found[5:]))
+    monkeypatch.setattr(os, "lstat", lambda each: foreign if each == str(above) else lstat(each))
+    assert make_private(str(path)) == f"{path} is in {above}, which belongs to uid 12345: use another folder"
+
+
 @pytest.mark.parametrize(
     "text", ["[" * 101 + "]" * 101, '{"a": ' * 5_000 + "1" + "}" * 5_000, "[" * 100_000, "[" * 101]
 )

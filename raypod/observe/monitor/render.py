@@ -40,7 +40,8 @@ def render(pod: Pod, screen: Screen, log: Sequence[str], size: Tuple[int, int], 
     width, height = size
     body = _body(pod, screen, log, (width, max(1, height - 2)), ascii_only)
     filled = [*body, *(Text() for _ in range(max(0, height - 2) - len(body)))]
-    return [_title(pod, screen, width, ascii_only), *filled, _keys(screen, width, ascii_only)][:height]
+    lines = [_title(pod, screen, width, ascii_only), *filled, _keys(screen, width, ascii_only)]
+    return _harmless(lines[:height])
 
 
 def plain(pod: Pod, screen: Screen, width: int, ascii_only: bool = False) -> List[Text]:
@@ -49,6 +50,13 @@ def plain(pod: Pod, screen: Screen, width: int, ascii_only: bool = False) -> Lis
     lines = _body(pod, screen, (), (width, height), ascii_only)
     while lines and not lines[-1].plain.strip():
         lines.pop()
+    return _harmless(lines)
+
+
+def _harmless(lines: List[Text]) -> List[Text]:
+    """Replace the control characters in names of others, each by a space, as styles count characters."""
+    for line in lines:
+        line.plain = "".join(each if each.isprintable() else " " for each in line.plain)
     return lines
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import warnings
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Optional
 
 from raypod.plan.plan import Plan
 from raypod.system.sdk import Sdk
+
+_LOCK = re.compile(r"[0-9a-f]{16,}\.lock")  # a hash of the model
 
 
 def folder_of(plan: Plan, sdk: Sdk) -> Optional[str]:
@@ -47,7 +50,7 @@ def remove_stale_locks(folder: Optional[str]) -> None:
 
     Call it before the processes of a run meet, as they compile only afterwards.
     """
-    for path in Path(folder).glob("*.lock") if folder else ():
+    for path in filter(lambda each: _LOCK.fullmatch(each.name), Path(folder).glob("*.lock") if folder else ()):
         # A process of another run holds it, another one of this run has removed it, or it is another user's.
         with contextlib.suppress(OSError), path.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

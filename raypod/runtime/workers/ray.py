@@ -64,6 +64,7 @@ class RayFleet:
         self._nodes: List[Dict[str, Any]] = []  # the Ray node of each actor
         self._watch: Optional[Watch] = None
         self._started: List[InstanceStarted] = []
+        self._building: Dict[Any, int] = {}  # the replacements that an interrupted repair has left to start
         self._servers: List[RayServer] = []
         self._exported: Optional[Tuple[Callable[[], Iterable[Family]], Labels]] = None
         self._metrics: Optional[RayMetrics] = None
@@ -155,13 +156,15 @@ class RayFleet:
             self._actors[index], self._nodes[index] = replacement.actor, replacement.node
         survivors = [index for index in range(len(self._actors)) if index not in lost]
         self._watch = self._new_watch(survivors)
-        building = {self._actors[index].build.remote(): index for index in lost}
+        building = {ref: index for ref, index in self._building.items() if index in survivors}
+        building.update({self._actors[index].build.remote(): index for index in lost})
         leaving = {self._actors[index].call.remote("leave"): index for index in survivors}
         built = self._watch.add_requests(building, "the replacements to start", self._start_bound)
         try:
             positions = self._watch.results(leaving, "the survivors to close their connections", self._start_bound)
         finally:  # a replacement that is ready stays if the next attempt replaces others
             self._started = [built.results.get(index, before) for index, before in enumerate(self._started)]
+            self._building = {ref: index for ref, index in building.items() if index not in built.results}
         self._rendezvous(survivors[0] if survivors else 0)
         self._fill_standbys()
         self._is_idle = True
@@ -191,7 +194,7 @@ class RayFleet:
     def resize(self, plan: Plan) -> List[InstanceStarted]:
         """See `ElasticFleet.resize`."""
         self._end_instances()
-        self._plan, self._actors, self._nodes, self._started = plan, [], [], []
+        self._plan, self._actors, self._nodes, self._started, self._building = plan, [], [], [], {}
         self._draining_s = 0.0
         self._generation += 1
         self._start_instances(match_hosts(self._ray, plan.placement))

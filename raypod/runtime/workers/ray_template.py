@@ -21,6 +21,7 @@ _PYTHON = Path(__file__).parent / "worker_python"
 _RAYLET = "/raylet/raylet"  # ends the path of its program
 _LOGS = "--log_dir="
 _WORKERS = "--python_worker_command="
+_END_S = 5.0
 
 
 class Template:
@@ -28,13 +29,11 @@ class Template:
 
     def __init__(self, **options: Any) -> None:
         """`options` are those of `subprocess.Popen`."""
-        self._name, null = f"raypod-{secrets.token_hex(16)}", subprocess.DEVNULL
-        with socket.socket(socket.AF_UNIX) as listener:  # requests can come, and wait, before the template is there
-            listener.bind(f"\0{self._name}")
-            listener.listen(128)
-            command = [sys.executable, str(worker_template.__file__), str(listener.fileno())]
-            options.update(pass_fds=[listener.fileno()], stdin=subprocess.PIPE, stdout=null, stderr=null, cwd="/")
-            self._process = subprocess.Popen(command, **options)
+        null = subprocess.DEVNULL
+        self._listener = socket.socket(socket.AF_UNIX)
+        number = self._listener.fileno()
+        options.update(pass_fds=[number], stdin=subprocess.PIPE, stdout=null, stderr=null, cwd="/")
+        self._process = subprocess.Popen([sys.executable, str(worker_template.__file__), str(number)], **options)
         self.pid = self._process.pid
 
     @contextlib.contextmanager
@@ -44,9 +43,10 @@ class Template:
 
         def start(command: List[str], *arguments: Any, env: Optional[Dict[str, str]] = None, **options: Any) -> Any:
             logs = next((each[len(_LOGS) :] for each in command if each.startswith(_LOGS)), None)
-            if logs is None or not command[0].endswith(_RAYLET):
+            path = self._listen(logs) if logs and command[0].endswith(_RAYLET) else None
+            if logs is None or path is None:
                 return before(command, *arguments, env=env, **options)
-            variables = {"RAYPOD_TEMPLATE": self._name, "RAYPOD_TEMPLATE_PYTHON": sys.executable}
+            variables = {"RAYPOD_TEMPLATE": path, "RAYPOD_TEMPLATE_PYTHON": sys.executable}
             environment = {**(os.environ if env is None else env), **variables}
             raylet = before([_asking(each) for each in command], *arguments, env=environment, **options)
             self._end_with(raylet.pid, logs)
@@ -58,11 +58,28 @@ class Template:
         finally:
             services.ConsolePopen = before
 
+    def _listen(self, folder: str) -> Optional[str]:
+        """Return the path of the socket, at which requests can now come, and wait; None if its path is too long.
+
+        It is in the folder of the logs, below the one that `private.py` checks: the processes of all users and of all
+        containers in the network of this host could connect to an abstract one, and take its name once it is free.
+        """
+        path = f"{folder}/template-{secrets.token_hex(3)}"  # no longer than the paths of sockets of Ray
+        try:
+            self._listener.bind(path)
+        except OSError:
+            return None
+        self._listener.listen(128)
+        self._listener.close()
+        return path
+
     def close(self) -> None:
         """End the template; without this it ends with the raylet."""
         assert self._process.stdin is not None
+        self._listener.close()
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk that does not answer
+            self._process.wait(_END_S)
         self._process.stdin.close()
 
     def _end_with(self, raylet: int, logs: str) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import sys
 from pathlib import Path
 from typing import Dict, List, Union
@@ -22,11 +23,15 @@ _MARGIN = 32  # more descriptors than a worker inherits
 Request = Dict[str, Union[str, int, List[str], List[int], Dict[str, str]]]
 
 
-def fork(name: str, arguments: List[str]) -> bool:
+def fork(path: str, arguments: List[str]) -> bool:
     """Ask a template for a worker; return whether it exists."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_TEMPLATE_S)
-        connection.connect(f"\0{name}")
+        connection.connect(path)
+        credentials = struct.Struct("3i")  # pid, uid, gid
+        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+        if credentials.unpack(found)[1] != os.getuid():  # it would get the environment, and the descriptors
+            raise PermissionError("a template of another user")
         descriptors = inherited(connection.fileno())
         request: Request = {
             "arguments": arguments,

@@ -110,12 +110,17 @@ def receive(connection: socket.socket) -> Tuple[Dict[str, Any], List[int]]:
     for _, _, data in rights:
         descriptors.frombytes(data)
     text = b""
-    while len(text) < int.from_bytes(size, "little"):
-        part = connection.recv(int.from_bytes(size, "little") - len(text))
-        if not part:
-            raise ConnectionError("the request ended early")
-        text += part
-    return json.loads(text), list(descriptors)
+    try:
+        while len(text) < int.from_bytes(size, "little"):
+            part = connection.recv(int.from_bytes(size, "little") - len(text))
+            if not part:
+                raise ConnectionError("the request ended early")
+            text += part
+        return json.loads(text), list(descriptors)
+    except BaseException:
+        for each in descriptors:
+            os.close(each)
+        raise
 
 
 def differences(mine: Dict[str, str], other: Dict[str, str]) -> List[str]:

@@ -1,7 +1,8 @@
 """The files of a data set: the published archive, and the cache of its decoded arrays.
 
 A cache entry is a folder of .npy files, which all instances of a host map read-only, so that they share one copy in
-memory. Entries and archives are written to a temporary folder and renamed, under a lock: they are complete or absent.
+memory. Entries and archives are written to a temporary folder, flushed to disk and renamed, under a lock: they are
+complete or absent, also after a loss of power.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 
 from raypod.errors import ConfigError, DataMissing
 from raypod.plan.config import Config
-from raypod.system.files import file_lock
+from raypod.system.files import file_lock, rename_folder, sync_file
 from raypod.training.data.arrays import load_mapped
 
 _FORMAT = "2"  # of the entries: increment it when their content changes
@@ -112,8 +113,9 @@ class Cache:
         try:
             for name, array in arrays.items():
                 np.save(str(partial / f"{name}.npy"), array)
+                sync_file(partial / f"{name}.npy")
             partial.chmod(0o755)
-            partial.rename(self._entry)
+            rename_folder(partial, self._entry)
         except BaseException:
             shutil.rmtree(str(partial), ignore_errors=True)
             raise
@@ -179,7 +181,9 @@ def _fetch(archive: Archive, root: Path) -> None:
         with tarfile.open(str(file)) as packed:
             options: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since Python 3.8.17
             packed.extractall(str(partial), **options)
-        (partial / archive.folder).rename(root / archive.folder)
+        for each in (partial / archive.folder).rglob("*"):
+            sync_file(each)  # also a folder in it
+        rename_folder(partial / archive.folder, root / archive.folder)
     except urllib.error.HTTPError as error:
         error.close()  # it holds the connection
         raise

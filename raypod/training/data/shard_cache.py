@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 from typing import Container, List, Tuple
 
@@ -21,6 +22,7 @@ from raypod.system.files import file_lock
 from raypod.system.remote.store import Store
 from raypod.training.data.shards import Shard, checksum_of
 
+_NAME = re.compile(r"[0-9a-f]{32}(\.\d+\.partial)?")
 _LOCK, _LOCKED, _PARTIAL = "lock", ".lock", ".partial"
 _RESERVE_S, _DOWNLOAD_S = 60.0, 24 * 3600.0  # for the locks of other processes; `Downloads.wait` has a limit of its own
 _ATTEMPTS = 2  # to download a shard that is damaged
@@ -70,7 +72,7 @@ class ShardCache:
             DamagedShard: its checksum is wrong, also of a second download.
             Exception: of the storage library, or OSError of the disk.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(0o755, parents=True, exist_ok=True)
         with file_lock(self.folder / f"{shard.xxh3_128}{_LOCKED}", _DOWNLOAD_S, ""):
             if self.has(shard):
                 return 0
@@ -90,7 +92,7 @@ class ShardCache:
 
     def remove_abandoned(self) -> None:
         """Remove what processes have left that were killed during a download."""
-        for partial in self.folder.glob(f"*{_PARTIAL}"):
+        for partial in filter(lambda each: _NAME.fullmatch(each.name), self.folder.glob(f"*{_PARTIAL}")):
             lock = self.folder / f"{partial.name.partition('.')[0]}{_LOCKED}"
             with contextlib.suppress(WaitTimedOut, OSError), file_lock(lock, 0, ""):
                 partial.unlink()
@@ -118,10 +120,13 @@ class ShardCache:
             self._partial(shard).rename(self.path(shard))
 
     def _files(self) -> List[Tuple[float, int, Path]]:
-        """Return the time at which each file was needed last, its size, final or so far, and its path."""
+        """Return the time at which each file was needed last, its size, final or so far, and its path.
+
+        What others have put into the folder, as the index of packed data, stays.
+        """
         found = []
         for path in self.folder.iterdir():
-            if path.suffix == _LOCKED or path.name == _LOCK:
+            if _NAME.fullmatch(path.name) is None:
                 continue
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()

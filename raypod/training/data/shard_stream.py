@@ -22,6 +22,7 @@ from raypod.plan.config import Config
 from raypod.plan.values import parse_size
 from raypod.system.companion import end_session, start_module
 from raypod.system.files import parse_json
+from raypod.system.private import why_not_own
 from raypod.system.remote.backends import check_scheme
 from raypod.system.remote.errors import describe
 from raypod.system.remote.store import Store
@@ -345,6 +346,9 @@ class StreamedShards:
         self._url, self._window = data.data_dir, data.shuffle_window
         chosen = data.cache_dir or str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "raypod")
         self.cache = ShardCache(Path(chosen).expanduser() / "shards", parse_size(data.cache_size))
+        problem = why_not_own(str(self.cache.folder))
+        if problem:
+            raise ConfigError(f"--cache-dir {chosen}: {problem}; choose another folder")
         self._store, self._downloads = Store(self._url), Downloads(self._url, self.cache)
         path = f"{self._url}/{shards.INDEX}"
         content = self._try(path, lambda: self._store.read(shards.INDEX))

@@ -52,7 +52,8 @@ def build(
     if classes is not None:
         settings["id2label"] = dict(enumerate(classes))
         settings["label2id"] = {name: number for number, name in enumerate(classes)}
-    with user_code.reported(f"--model hf:{folder.path}"), _quiet() as transformers:
+    flag = f"--model hf:{folder.path}"
+    with user_code.reported(flag), _quiet() as transformers, _without_pickles(flag):
         _mask_always(transformers)
         config = transformers.AutoConfig.from_pretrained(str(folder.path), **_LOCAL, **settings)
         kind = getattr(transformers, CLASSES[task])
@@ -106,6 +107,30 @@ def load(kind: type, path: Path) -> nn.Module:
     model: Any = kind
     with _quiet():
         return _as_module(model.from_pretrained(str(path), local_files_only=True, attn_implementation="eager").eval())
+
+
+@contextlib.contextmanager
+def _without_pickles(flag: str) -> Iterator[None]:
+    """Refuse weights that `torch.load` would read, which an index or an adapter in the folder can name.
+
+    `weights_only`, with which transformers calls it, executes code before torch 2.6. `flag` begins the message.
+    """
+    module: Any = torch
+    refused = []
+
+    def refuse(file: Any, *_: Any, **_options: Any) -> None:
+        refused.append(ConfigError(f"{flag} has weights in {file}, which can contain code: only safetensors are read"))
+        raise refused[0]
+
+    before, module.load = module.load, refuse
+    try:
+        yield
+    except Exception:
+        if refused:  # transformers reports another error in its place
+            raise refused[0] from None
+        raise
+    finally:
+        module.load = before
 
 
 def _as_module(network: Any) -> nn.Module:

@@ -39,6 +39,19 @@ def test_every_view_fits_every_size(pod: Pod, view: str, ascii_only: bool) -> No
                 assert all(line.plain.replace("日本語", "").isascii() for line in lines)
 
 
+def test_names_of_others_cannot_control_the_terminal(pod: Pod) -> None:
+    evil, run = "\x1b]0;title\x07\x9b2J", pod.runs[0]
+    changed = dict.fromkeys(("host", "user", "program", "state", "phase", "message", "device_line"), evil)
+    instances = tuple(dataclasses.replace(each, host=evil, state=evil, log_file=evil) for each in run.instances)
+    run = dataclasses.replace(run, run_dir=f"/runs/{evil}", samples_are=evil, instances=instances, **changed)
+    run = dataclasses.replace(run, evaluation={evil: 1.0}, events=(EventLine(0.0, evil, evil),))
+    pod = build_pod(evil, 0.0, [HostFacts(evil, problem=evil)], [run])
+    for view in (POD, RUN, LOG, EVENTS):
+        screen = Screen(view, run.run_dir)
+        lines = [*render(pod, screen, [evil], (120, 50)), *plain(pod, screen, 120)]
+        assert all(line.plain.isprintable() for line in lines)
+
+
 def test_the_pod_lists_each_ipu_or_each_instance(pod: Pod) -> None:
     lines = shown(pod, POD)
     assert "12/64 GB" in (line := next(line for line in lines if line.startswith("10.0.0.11")))

@@ -79,4 +79,7 @@ def test_one_process_of_a_host_compiles_at_each_start(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         executable_cache.remove_stale_locks(str(tmp_path))
         assert (tmp_path / NAME).exists()
+    (tmp_path / "poetry.lock").touch()  # of another program, in a folder that is not for executables alone
+    executable_cache.remove_stale_locks(str(tmp_path))
+    assert [path.name for path in tmp_path.glob("*.lock")] == ["poetry.lock"]
     executable_cache.remove_stale_locks(None)

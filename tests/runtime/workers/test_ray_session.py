@@ -139,7 +139,7 @@ def test_a_local_session_uses_a_folder_of_this_user_alone(
     own = tmp_path / f"raypod-{os.getuid()}"
     monkeypatch.setattr(ray_folder, "_MAX_SOCKET_BYTES", 1000)
     for given in (tmp_path / "new", tmp_path):
-        tmp_path.chmod(0o777)
+        tmp_path.chmod(0o1777)
         monkeypatch.setenv("RAY_TMPDIR", str(given))
         unopened.open()
         unopened.close()

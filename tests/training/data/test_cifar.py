@@ -26,6 +26,7 @@ from raypod.system.torchvision_import import install
 from raypod.training import data as datasets
 from raypod.training.data import cache, cifar
 from raypod.training.data.cache import Archive, download
+from tests.support.faulty_disks import FlushedFiles
 
 
 def batch(seed: int, samples: int, classes: int, key: str) -> Dict[str, object]:
@@ -116,6 +117,15 @@ def test_arrays_are_mapped_and_decoded_again_when_the_files_change(cifar10: Path
     assert before.train.images[0].any()  # existing mappings stay valid
 
 
+def test_a_loss_of_power_keeps_an_entry_of_the_cache(cifar10: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = FlushedFiles(monkeypatch)
+    datasets.load(config(cifar10))
+    made = list(cifar10.rglob("*.npy"))
+    assert len(made) == 4
+    assert all(map(flushed.survive, made))
+    assert flushed.size_of(made[0].parent.parent) is not None
+
+
 def test_the_cache_is_in_cache_dir_or_that_of_the_user(cifar10: Path, tmp_path: Path, monkeypatch: Any) -> None:
     datasets.load(config(cifar10, cache_dir=str(tmp_path / "cache")))
     assert list((tmp_path / "cache").rglob("train_images.npy"))
@@ -194,11 +204,14 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> List[str]:
     return found
 
 
-def test_concurrent_callers_download_once(archive: Archive, requests: List[str], tmp_path: Path, at_once: Any) -> None:
-    root = tmp_path / "new"
+def test_concurrent_callers_download_once(
+    archive: Archive, requests: List[str], tmp_path: Path, at_once: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, flushed = tmp_path / "new", FlushedFiles(monkeypatch)
     at_once(lambda: download(archive, root, 30))
     assert requests == [archive.url]
     assert (root / "cifar-10-batches-py" / "data_batch_1").read_bytes() == b"bytes"
+    assert flushed.survive(root / "cifar-10-batches-py" / "data_batch_1")
     assert not list(root.glob(".partial*"))
 
 

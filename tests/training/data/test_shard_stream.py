@@ -21,6 +21,7 @@ from raypod.errors import ConfigError, DataUnreadable, WaitTimedOut
 from raypod.plan.plan import Plan
 from raypod.plan.resolve import from_values
 from raypod.runs import verify_data
+from raypod.system import private
 from raypod.system.files import file_lock
 from raypod.system.remote.store import Store
 from raypod.training import data as datasets
@@ -339,6 +340,9 @@ def test_processes_of_a_host_download_a_shard_once_and_remove_what_was_needed_lo
     one, two, three, four = read_index(storage.folder).train.shards[:4]
     cache = ShardCache(tmp_path / "shards", one.bytes + two.bytes + max(three.bytes, four.bytes))
     fetched: List[int] = []
+    (cache.folder / "train").mkdir(parents=True)  # what is not of the cache stays
+    for name in ("index.json", "mine.partial"):
+        (cache.folder / name).write_bytes(bytes(one.bytes))
     threads = [
         threading.Thread(target=lambda: fetched.append(cache.fetch(Store(storage.url), one, ()))) for _ in range(4)
     ]
@@ -352,11 +356,33 @@ def test_processes_of_a_host_download_a_shard_once_and_remove_what_was_needed_lo
         os.utime(str(cache.path(shard)), (1000 - age, 1000 - age))
     cache.fetch(Store(storage.url), four, {three.xxh3_128})
     assert [cache.has(each) for each in (one, two, three, four)] == [True, False, True, True]
-    (cache.folder / "0123.5.partial").touch()  # of a process that was killed
+    (cache.folder / f"{'0' * 32}.5.partial").touch()  # of a process that was killed
     cache.remove_abandoned()
-    assert not list(cache.folder.glob("*.partial"))
+    assert [path.name for path in cache.folder.glob("*.partial")] == ["mine.partial"]
+    assert all((cache.folder / name).exists() for name in ("index.json", "train"))
     with pytest.raises(DamagedShard):
         cache.fetch(Store(storage.url), Shard(file=one.file, bytes=one.bytes, xxh3_128="0" * 32))
+
+
+def test_a_cache_into_which_others_can_write_is_refused(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise they link its files to those of this user."""
+    folder = tmp_path / "cache" / "raypod" / "shards"
+    before = os.umask(0)
+    try:
+        datasets.load(from_values({"data": data_at(storage.url)})).train[0]
+    finally:
+        os.umask(before)
+    assert datasets.dataset_size(from_values({"data": data_at(storage.url)}))
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=f"--cache-dir .*: every user can write into {folder}; choose another folder"):
+        datasets.dataset_size(from_values({"data": data_at(storage.url)}))
+    folder.chmod(0o755)
+    monkeypatch.setattr(private, "ROOT", 1)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ConfigError, match=f"{folder} belongs to uid .*, not to 12345"):
+        datasets.dataset_size(from_values({"data": data_at(storage.url)}))
 
 
 def test_a_run_is_that_of_a_local_copy_and_its_ledger_proves_it(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import json
 import os
 import socket
@@ -9,11 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
+from unittest import mock
 
 import psutil
 import pytest
 
-from raypod.runtime.workers import ray_template, worker_template
+from raypod.runtime.workers import ray_template, worker_request, worker_template
 from tests.support.bounded import wait_until
 
 WITHIN_S = 60.0
@@ -139,11 +141,60 @@ def test_a_request_that_was_given_up_starts_no_worker(host: Host, tmp_path: Path
     }
     text = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect("\0" + host.services.environment["RAYPOD_TEMPLATE"])
+        connection.connect(host.services.environment["RAYPOD_TEMPLATE"])
         connection.sendall(len(text).to_bytes(4, "little") + text)
         assert connection.recv(1) == b"y"
     assert wait_until(lambda: not psutil.Process(host.template.pid).children(), WITHIN_S)
     assert not marker.exists()
+
+
+def test_other_users_neither_reach_a_template_nor_stand_for_one(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(host.services.environment["RAYPOD_TEMPLATE"])
+    assert (path.is_socket(), path.parent) == (True, host.folder), "a folder of mode 0700"
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)  # as if the socket were another user's
+    with pytest.raises(PermissionError, match="a template of another user"):
+        worker_request.fork(str(path), ["default_worker.py"])
+    left, right = socket.socketpair()
+    with left, right, pytest.raises(PermissionError, match="a process of another user"):
+        worker_template.receive(left)
+
+
+def test_a_template_without_a_place_for_its_socket_is_not_used(processes: None, tmp_path: Path) -> None:
+    template, services = ray_template.Template(), Services()
+    command = ["/raylet/raylet", f"--log_dir={tmp_path / ('long' * 30)}", f"--python_worker_command={sys.executable}"]
+    with template.used_by(services):
+        raylet = services.ConsolePopen(command, env={})
+    raylet.kill()
+    raylet.wait()
+    template.close()
+    assert (services.command, services.environment) == (command, {})
+
+
+def test_nothing_waits_for_a_template_that_the_kernel_cannot_end(processes: None) -> None:
+    template = ray_template.Template()
+    process, waits = template._process, []
+
+    def wait(timeout: float) -> None:
+        waits.append(timeout)
+        raise subprocess.TimeoutExpired("template", timeout)
+
+    template._process = mock.Mock(wraps=process, stdin=process.stdin, wait=wait)
+    template.close()
+    assert (waits, process.wait(WITHIN_S)) == ([5.0], -9)
+
+
+@pytest.mark.parametrize("text", [b"{}", b"", b"[["])
+def test_the_descriptors_of_a_broken_request_are_closed(text: bytes) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    left, right = socket.socketpair()
+    with left, right:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 1, 2]))]
+        right.sendmsg([(len(text) + (text == b"{}")).to_bytes(4, "little")], rights)
+        right.sendall(text)
+        right.shutdown(socket.SHUT_WR)
+        with pytest.raises((ConnectionError, ValueError)):
+            worker_template.receive(left)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_the_template_ends_with_the_raylet(host: Host) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
+from raypod.runtime.workers.fleet import FleetBroken
 from raypod.runtime.workers.ray import RayFleet
 from raypod.runtime.workers.ray_nodes import draining_nodes
 from raypod.runtime.workers.ray_reservation import Reservation, node_affinity, reserve
@@ -102,6 +104,20 @@ def test_instances_have_their_environment_and_network_and_heartbeats(
     assert [each.log_line for each in beats] == [lines[-1] for lines in logs]
     assert [each.log_line for each in later] == [None, None]
     assert wait_until(lambda: nothing_is_left(ray))
+
+
+def test_a_replacement_that_starts_while_another_instance_dies_is_known(ray: Any, tmp_path: Path) -> None:
+    """Otherwise its pid, and the data that is compared with that of the others, are those of the lost one."""
+    fleet = RayFleet(plan_for(tmp_path))
+    try:
+        for each in fleet.start():
+            os.kill(each.pid, signal.SIGKILL)
+        with pytest.raises(FleetBroken):
+            fleet.repair((0,), may_share_hosts=True)
+        fleet.repair((1,), may_share_hosts=True)
+        assert sorted(each.pid for each in fleet.started()) == sorted(instance_processes())
+    finally:
+        fleet.close()
 
 
 DATA = """

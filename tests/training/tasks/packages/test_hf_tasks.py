@@ -11,6 +11,7 @@ from typing import Any, Dict
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from raypod.__main__ import main
 from raypod.api.planning import plan_from
@@ -172,7 +173,13 @@ def test_pickled_weights_and_other_shapes_are_refused(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps({**content, "intermediate_size": 64}))
     with pytest.raises(ConfigError, match="is .* in the weights and .* by config.json"):
         build("hf-masked-lm", HfFolder(config_of(given)), False)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(str(path / "model.safetensors")), "other.bin")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    torch.save({}, str(path / "other.bin"))
+    with pytest.raises(ConfigError, match="has weights in .*/other.bin, which can contain code"):
+        build("hf-masked-lm", HfFolder(config_of(given)), False)
+    (path / "model.safetensors.index.json").unlink()
     with pytest.raises(ConfigError, match="pytorch_model.bin, which can contain code"):
         facts_of(config_of({**given, "sequence_length": 16}))
     assert names_of({"training": {"model": f"hf:{path}"}}) == []
