@@ -40,6 +40,8 @@ def healthy() -> Pod:
         "hostname": "h",
         "own_name": {"address": "127.0.1.1", "error": ""},
         "user": "me",
+        "cpus": 8,
+        "memory_bytes": 64 * GIB,
         "numa_nodes": 2,
         "open_files": 65536,
         "python": {"path": "/p", "version": "3.8.10", "packages": packages, "raypod_sha256": "ab" * 32},
@@ -137,6 +139,8 @@ def on_second(change: Callable[[Dict[str, Any]], Any]) -> Pod:
             "warn partition: p has 16 IPUs, but the cluster file requires 32",
         ),
         (lambda f: f["partition"].update(exit_code=1, error="no such"), "warn partition: p: no such"),
+        (lambda f: f.update(cpus=2), "warn CPUs: differ: 8: 10.0.0.1; 2: 10.0.0.2"),
+        (lambda f: f.update(memory_bytes=16 * GIB), "warn memory: differs: 64 GiB: 10.0.0.1; 16 GiB: 10.0.0.2"),
         (lambda f: f["unreachable"].update({"10.0.0.1": "timed out"}), "trouble network: cannot reach 10.0.0.1"),
         (lambda f: f["interfaces"].pop("eth1"), "trouble data network: no interface in data_network 10.1.0.0/16"),
         (lambda f: f["towards"].update({"10.0.0.1": "10.9.0.2"}), "trouble network: Ray uses 10.9.0.2"),
@@ -174,6 +178,14 @@ def test_a_problem_is_reported_with_its_host_and_what_to_do(change: Callable[[Di
     assert words in found[0].text
     assert found[0].host in (HOSTS[1], "")
     assert found[0].hint
+
+
+def test_a_host_with_fewer_cpus_than_the_cluster_file_says_is_a_warning() -> None:
+    hosts = tuple(dataclasses.replace(host, cpus=9) for host in POD.hosts)
+    found = bad(healthy(), dataclasses.replace(EXPECTED, cluster=dataclasses.replace(POD, hosts=hosts)))
+    assert [(each.level, each.host, each.text) for each in found] == [
+        (WARN, name, "8, but the cluster file has cpus_per_host: 9") for name in HOSTS
+    ]
 
 
 def test_missing_ipus_prevent_a_run_only_if_required() -> None:
