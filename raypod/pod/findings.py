@@ -56,6 +56,7 @@ class Expected:
     data_dir: Optional[str] = None
     requires_ipus: Optional[bool] = None  # None: only on hosts that have IPUs
     may_use_horovod: bool = True  # an installed Horovod is used
+    decoder: Optional[str] = None  # the package that decodes the images of the data set
     gcs: Optional[gcs.Answer] = None  # the answer to a request without a token; None if not requested
 
 
@@ -74,7 +75,7 @@ def examine(expected: Expected, hosts: Mapping[str, Union[Facts, str]]) -> List[
         for name, facts in known.items():
             found += check(expected, name, facts)
         if check is _python:
-            found += [*_same_versions(known), *_same_hardware(expected.cluster, known)]
+            found += [*_same_versions(expected, known), *_same_hardware(expected.cluster, known)]
         elif check is _horovod:
             found += _clocks(known)
     return [*found, *_same_token(known), *_gcs_access(expected), *_ray_cluster(expected, known)]
@@ -97,12 +98,15 @@ def _python(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         yield Finding(TROUBLE, host, "rsync", "not installed", "`ray up` requires it: apt-get install rsync")
 
 
-def _same_versions(known: Mapping[str, Facts]) -> Iterator[Finding]:
+def _same_versions(expected: Expected, known: Mapping[str, Facts]) -> Iterator[Finding]:
     pythons = {name: facts["python"] for name, facts in known.items() if "error" not in facts["python"]}
     subjects = {"Python": {name: python["version"] for name, python in pythons.items()}}
     for package in _MUST_MATCH:
         if any(python["packages"].get(package) for python in pythons.values()):
             subjects[package] = {name: str(python["packages"].get(package)) for name, python in pythons.items()}
+    if expected.decoder is not None:  # of which a run compares the major version
+        versions = {name: str(python["packages"].get(expected.decoder)) for name, python in pythons.items()}
+        subjects[expected.decoder] = {name: version.partition(".")[0] for name, version in versions.items()}
     digests = {name: python["raypod_sha256"] for name, python in pythons.items()}
     subjects["raypod's files"] = {name: digest[:12] for name, digest in digests.items() if digest}
     for subject, versions in subjects.items():

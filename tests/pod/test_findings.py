@@ -211,6 +211,19 @@ def test_versions_and_tokens_must_be_the_same_on_all_hosts(change: Callable[[Dic
     assert words in finding.text
 
 
+@pytest.mark.parametrize(
+    ("other", "text"), [("9.5.0", "pillow differs: 10: 10.0.0.1; 9: 10.0.0.2"), ("10.4.0", None), (None, "None: 10.0.0.2")]
+)
+def test_the_decoder_of_the_data_set_has_the_same_major_version(other: Optional[str], text: Optional[str]) -> None:
+    pod = healthy()
+    for name, version in zip(HOSTS, ("10.0.1", other)):
+        pod[name]["python"]["packages"]["pillow"] = version
+    assert bad(pod) == [], "a run without images"
+    found = bad(pod, dataclasses.replace(EXPECTED, decoder="pillow"))
+    assert [each.level for each in found] == [TROUBLE] * (text is not None)
+    assert all(str(text) in each.text for each in found)
+
+
 def test_a_ray_version_without_tokens_is_reported_with_what_to_do() -> None:
     pod = healthy()
     for facts in pod.values():
