@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Sequence
 
 from raypod.errors import ConfigError, UserError

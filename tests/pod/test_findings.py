@@ -212,7 +212,8 @@ def test_versions_and_tokens_must_be_the_same_on_all_hosts(change: Callable[[Dic
 
 
 @pytest.mark.parametrize(
-    ("other", "text"), [("9.5.0", "pillow differs: 10: 10.0.0.1; 9: 10.0.0.2"), ("10.4.0", None), (None, "None: 10.0.0.2")]
+    ("other", "text"),
+    [("9.5.0", "pillow differs: 10: 10.0.0.1; 9: 10.0.0.2"), ("10.4.0", None), (None, "None: 10.0.0.2")],
 )
 def test_the_decoder_of_the_data_set_has_the_same_major_version(other: Optional[str], text: Optional[str]) -> None:
     pod = healthy()
