@@ -30,7 +30,7 @@ from raypod.runtime.launcher.partition import partition
 from raypod.runtime.launcher.programs import Programs
 from raypod.runtime.launcher.ray_hosts import RayHosts
 from raypod.runtime.launcher.supervision import Signals, StdinForwarder, Supervision
-from raypod.system.command_line import CLOSED_PIPE, discard, report_errors, show
+from raypod.system.command_line import CLOSED_PIPE, check_utf8, discard, report_errors, show
 from raypod.system.files import create_folder, create_numbered_folder
 from raypod.system.redaction import Redaction
 from raypod.system.sdk import Sdk, sdk_for_programs, without_horovod
@@ -84,7 +84,9 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
     missing = arguments.missing(caller)
     if missing:
         _say(f"-x {', '.join(missing)}: not set here, so the programs do not get it")
-    programs = Programs(request, placement, arguments, caller, _working_folder(), sdk_path, os.isatty(2))
+    folder = _working_folder()
+    check_utf8({"--run-dir": request.run_dir})
+    programs = Programs(request, placement, arguments, caller, folder, sdk_path, os.isatty(2))
     return _run(programs, sdk, signals)
 
 

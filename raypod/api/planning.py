@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Sequence
 
-from raypod.errors import ConfigError, UserError, as_utf8
+from raypod.errors import ConfigError, UserError
 from raypod.plan import flags, learning_rate, resolve, tables
 from raypod.plan.cluster import LOCAL, read_cluster
 from raypod.plan.compatibility import check_copies
@@ -24,7 +23,7 @@ from raypod.runs.sinks import check_packages
 from raypod.runs.upload import local_copies
 from raypod.runtime.workers.choice import with_fleet
 from raypod.system import sdk
-from raypod.system.command_line import FlagParser, value_of, width_of
+from raypod.system.command_line import FlagParser, check_utf8, value_of, width_of
 from raypod.system.emulated import activation
 from raypod.system.process import environment_variables
 from raypod.system.remote.backends import check_scheme
@@ -165,24 +164,13 @@ def check_host(plan: Plan) -> None:
     """
     check_packages(plan.config)
     if not plan.is_inline:
-        _check_utf8(plan)
+        sections = plan.config.model_dump(mode="python").items()
+        texts = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
+        check_utf8({**texts, "the run folder": plan.run_dir})
     if plan.config.run.storage_path is not None:
         check_scheme(plan.config.run.storage_path, "--storage-path")
     if plan.placement.cluster.is_local:
         sdk.sdk_for_programs(plan.config.run.device)
-
-
-def _check_utf8(plan: Plan) -> None:
-    """Raise ConfigError for a path that Ray, which sends only UTF-8, does not accept."""
-    sections = plan.config.model_dump(mode="python").items()
-    paths = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
-    paths = {**paths, "the run folder": plan.run_dir, "the current folder": str(Path.cwd())}
-    for name, path in paths.items():
-        if isinstance(path, str) and as_utf8(path) != path:
-            raise ConfigError(
-                f"{name}: the name {as_utf8(path)} is not UTF-8, and Ray accepts no other: rename it, or make a link "
-                "with another name to it"
-            )
 
 
 def needs_model(plan: Plan) -> bool:

@@ -131,8 +131,13 @@ def cluster_from(file: ClusterFile, path: str) -> Cluster:
     """Return the cluster of a file without mistakes; the name defaults to that of `path`."""
     settings, auth = file.raypod, file.top.section("auth")
     start = file.commands("head_start_ray_commands")
-    ipus = settings.integer("ipus_per_host") or _found(r'"IPU"\s*:\s*(\d+)', start)
-    hosts = tuple(Host(address, address, ipus, settings.integer("cpus_per_host")) for address in file.addresses)
+    stated, cpus = settings.integer("ipus_per_host"), settings.integer("cpus_per_host")
+    of_head, of_workers = (
+        stated or _found(r'"IPU"\s*:\s*(\d+)', commands)
+        for commands in (start, file.commands("worker_start_ray_commands") or start)
+    )
+    head, *workers = file.addresses
+    hosts = (Host(head, head, of_head, cpus), *(Host(each, each, of_workers, cpus) for each in workers))
     mode = re.search(r"\bRAY_AUTH_MODE=[\"']?(\w+)", start)
     return Cluster(
         name=file.top.text("cluster_name") or Path(path).stem,

@@ -171,7 +171,7 @@ def probe_settings(cluster: Cluster, resolved: Config) -> Dict[str, Any]:
         "python": sys.executable if cluster.is_local else cluster.python,
         "cwd": str(Path.cwd()) if cluster.is_local else None,
         "sdk": cluster.sdk,
-        "packages": list(_PACKAGES),
+        "packages": [*_PACKAGES, *([resolved.decoder] if resolved.decoder else [])],
         "tools": list(_TOOLS),
         "partition": dataclasses.asdict(cluster.vipu) if cluster.vipu else None,
         "environment": _sdk_environment(cluster),
@@ -208,6 +208,7 @@ def _expected(cluster: Cluster, resolved: Config, file: Optional[ClusterFile]) -
         data_dir=resolved.data.data_dir,
         requires_ipus={"ipu": True, "emulated": False}.get(resolved.run.device),
         may_use_horovod=resolved.run.collectives != "gloo",
+        decoder=resolved.decoder,
         gcs=gcs.check(cluster.gcs_address) if cluster.gcs_address else None,
     )
 

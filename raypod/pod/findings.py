@@ -28,6 +28,7 @@ _CLOCK_WARN_S, _CLOCK_TROUBLE_S = 2.0, 30.0
 _RUN_FOLDER_TROUBLE_BYTES, _RUN_FOLDER_WARN_BYTES = _GIB // 4, 2 * _GIB
 _MIN_SHM_FREE_BYTES, _MIN_SHM_BYTES = _GIB // 4, _GIB
 _MIN_OPEN_FILES = 8192
+_EQUAL_MEMORY = 0.9  # share that a host has of the memory of another one of the same kind
 _MUST_MATCH = ("ray", "torch", "torchvision", "poptorch", "horovod")
 
 
@@ -55,6 +56,7 @@ class Expected:
     data_dir: Optional[str] = None
     requires_ipus: Optional[bool] = None  # None: only on hosts that have IPUs
     may_use_horovod: bool = True  # an installed Horovod is used
+    decoder: Optional[str] = None  # the package that decodes the images of the data set
     gcs: Optional[gcs.Answer] = None  # the answer to a request without a token; None if not requested
 
 
@@ -73,7 +75,7 @@ def examine(expected: Expected, hosts: Mapping[str, Union[Facts, str]]) -> List[
         for name, facts in known.items():
             found += check(expected, name, facts)
         if check is _python:
-            found += _same_versions(known)
+            found += [*_same_versions(expected, known), *_same_hardware(expected.cluster, known)]
         elif check is _horovod:
             found += _clocks(known)
     return [*found, *_same_token(known), *_gcs_access(expected), *_ray_cluster(expected, known)]
@@ -96,12 +98,15 @@ def _python(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         yield Finding(TROUBLE, host, "rsync", "not installed", "`ray up` requires it: apt-get install rsync")
 
 
-def _same_versions(known: Mapping[str, Facts]) -> Iterator[Finding]:
+def _same_versions(expected: Expected, known: Mapping[str, Facts]) -> Iterator[Finding]:
     pythons = {name: facts["python"] for name, facts in known.items() if "error" not in facts["python"]}
     subjects = {"Python": {name: python["version"] for name, python in pythons.items()}}
     for package in _MUST_MATCH:
         if any(python["packages"].get(package) for python in pythons.values()):
             subjects[package] = {name: str(python["packages"].get(package)) for name, python in pythons.items()}
+    if expected.decoder is not None:  # of which a run compares the major version
+        versions = {name: str(python["packages"].get(expected.decoder)) for name, python in pythons.items()}
+        subjects[expected.decoder] = {name: version.partition(".")[0] for name, version in versions.items()}
     digests = {name: python["raypod_sha256"] for name, python in pythons.items()}
     subjects["raypod's files"] = {name: digest[:12] for name, digest in digests.items() if digest}
     for subject, versions in subjects.items():
@@ -110,6 +115,24 @@ def _same_versions(known: Mapping[str, Facts]) -> Iterator[Finding]:
             yield Finding(TROUBLE, "", "same everywhere", text, "install the same version on all hosts")
     if len(pythons) > 1 and all(len(set(versions.values())) <= 1 for versions in subjects.values()):
         yield Finding(OK, "", "same everywhere", ", ".join(name for name in subjects if subjects[name]))
+
+
+def _same_hardware(cluster: Cluster, known: Mapping[str, Facts]) -> Iterator[Finding]:
+    """Warn of hosts that have other CPUs or memory than others, or fewer CPUs than the cluster file says."""
+    cpus = {name: int(facts["cpus"]) for name, facts in known.items()}
+    stated = next((host.cpus for host in cluster.hosts), None)
+    for name, number in cpus.items():
+        if stated is not None and number < stated and not cluster.is_local:
+            text = f"{number}, but the cluster file has cpus_per_host: {stated}"
+            yield Finding(WARN, name, "CPUs", text, "correct metadata.raypod.cpus_per_host")
+    hint = "all instances wait for the slowest host in every update"
+    if len(set(cpus.values())) > 1:
+        text = f"differ: {_grouped({name: str(number) for name, number in cpus.items()})}"
+        yield Finding(WARN, "", "CPUs", text, hint)
+    sizes = {name: float(facts["memory_bytes"]) for name, facts in known.items()}
+    if sizes and min(sizes.values()) < _EQUAL_MEMORY * max(sizes.values()):
+        text = f"differs: {_grouped({name: f'{size / _GIB:.0f} GiB' for name, size in sizes.items()})}"
+        yield Finding(WARN, "", "memory", text, "the instances of every host need the same: the smallest must suffice")
 
 
 def _ipus(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:

@@ -69,7 +69,7 @@ def facts(settings: Dict[str, Any]) -> Dict[str, Any]:
         "hostname": socket.gethostname(),
         "own_name": _own_name(),
         "user": getpass.getuser(),
-        "cpus": os.cpu_count(),
+        "cpus": len(os.sched_getaffinity(0)),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

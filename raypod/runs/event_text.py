@@ -8,6 +8,7 @@ import math
 import time
 from typing import Any, Callable, Dict, List, Mapping, Optional
 
+from raypod.errors import as_utf8
 from raypod.system.command_line import counted
 
 Record = Mapping[str, Any]
@@ -20,13 +21,13 @@ def text_of(record: Record) -> str:
 
 
 def detail_of(record: Record) -> str:
-    """Return what an event says, in one line. Of one that another version has written, that is its plain fields."""
+    """Return what an event says, in one line of UTF-8. Of one that another version has written, its plain fields."""
     describe = TEXTS.get(str(record.get("event")), _fields)
     try:
         detail = describe(record)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         detail = _fields(record)
-    return " ".join(detail.split())
+    return as_utf8(" ".join(detail.split()))
 
 
 def time_of(record: Record) -> Optional[float]:

@@ -13,7 +13,8 @@ import select
 import shutil
 import sys
 import textwrap
-from typing import Any, Callable, Iterable, Iterator, List, NoReturn, Optional, Sequence, TextIO
+from pathlib import Path
+from typing import Any, Callable, Iterable, Iterator, List, Mapping, NoReturn, Optional, Sequence, TextIO
 
 from raypod.errors import ConfigError, Preempted, RaypodError, as_utf8
 
@@ -85,6 +86,22 @@ def paint(text: str, style: str, stream: Any) -> str:
     if not stream.isatty() or os.environ.get("TERM") == "dumb" or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
+
+
+def check_utf8(named: Mapping[str, object]) -> None:
+    """Check what Ray gets of a command: texts by name, the current folder, and the words of the command line.
+
+    Raises:
+        ConfigError: one of them is not UTF-8.
+    """
+    words = os.fsdecode(Path("/proc/self/cmdline").read_bytes()).split("\0")
+    word = next((each for each in words if as_utf8(each) != each), "")
+    for name, text in {**named, "the current folder": str(Path.cwd()), "the command line": word}.items():
+        if isinstance(text, str) and as_utf8(text) != text:
+            raise ConfigError(
+                f"{name}: the name {as_utf8(text)} is not UTF-8, and Ray accepts no other: rename it, or make a link "
+                "with another name to it"
+            )
 
 
 def printable(text: str) -> str:

@@ -35,6 +35,9 @@ def test_hosts_have_the_order_of_the_file_and_the_ipus_of_the_start_commands(tmp
     text = GOOD + "metadata: {raypod: {ipus_per_host: 4, cpus_per_host: 64}}\n"
     cluster = read_cluster(write(tmp_path, text))
     assert (cluster.hosts[0].ipus, cluster.hosts[0].cpus) == (4, 64)
+    workers = "worker_start_ray_commands:\n  - ray start --resources='{\"IPU\":4}'\n"
+    cluster = read_cluster(write(tmp_path, GOOD + workers))
+    assert [host.ipus for host in cluster.hosts] == [16, 4, 4]
 
 
 def test_settings_of_raypod_and_of_the_start_commands(tmp_path: Path) -> None:

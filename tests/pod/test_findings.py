@@ -40,6 +40,8 @@ def healthy() -> Pod:
         "hostname": "h",
         "own_name": {"address": "127.0.1.1", "error": ""},
         "user": "me",
+        "cpus": 8,
+        "memory_bytes": 64 * GIB,
         "numa_nodes": 2,
         "open_files": 65536,
         "python": {"path": "/p", "version": "3.8.10", "packages": packages, "raypod_sha256": "ab" * 32},
@@ -137,6 +139,8 @@ def on_second(change: Callable[[Dict[str, Any]], Any]) -> Pod:
             "warn partition: p has 16 IPUs, but the cluster file requires 32",
         ),
         (lambda f: f["partition"].update(exit_code=1, error="no such"), "warn partition: p: no such"),
+        (lambda f: f.update(cpus=2), "warn CPUs: differ: 8: 10.0.0.1; 2: 10.0.0.2"),
+        (lambda f: f.update(memory_bytes=16 * GIB), "warn memory: differs: 64 GiB: 10.0.0.1; 16 GiB: 10.0.0.2"),
         (lambda f: f["unreachable"].update({"10.0.0.1": "timed out"}), "trouble network: cannot reach 10.0.0.1"),
         (lambda f: f["interfaces"].pop("eth1"), "trouble data network: no interface in data_network 10.1.0.0/16"),
         (lambda f: f["towards"].update({"10.0.0.1": "10.9.0.2"}), "trouble network: Ray uses 10.9.0.2"),
@@ -176,6 +180,14 @@ def test_a_problem_is_reported_with_its_host_and_what_to_do(change: Callable[[Di
     assert found[0].hint
 
 
+def test_a_host_with_fewer_cpus_than_the_cluster_file_says_is_a_warning() -> None:
+    hosts = tuple(dataclasses.replace(host, cpus=9) for host in POD.hosts)
+    found = bad(healthy(), dataclasses.replace(EXPECTED, cluster=dataclasses.replace(POD, hosts=hosts)))
+    assert [(each.level, each.host, each.text) for each in found] == [
+        (WARN, name, "8, but the cluster file has cpus_per_host: 9") for name in HOSTS
+    ]
+
+
 def test_missing_ipus_prevent_a_run_only_if_required() -> None:
     without = on_second(lambda facts: facts.update(ipus=None))
     (finding,) = bad(without, Expected(POD, requires_ipus=True))
@@ -197,6 +209,20 @@ def test_versions_and_tokens_must_be_the_same_on_all_hosts(change: Callable[[Dic
     what = "token" if "sha256 " in words else "same everywhere"
     assert (finding.level, finding.host, finding.what) == (TROUBLE, "", what)
     assert words in finding.text
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [("9.5.0", "pillow differs: 10: 10.0.0.1; 9: 10.0.0.2"), ("10.4.0", None), (None, "None: 10.0.0.2")],
+)
+def test_the_decoder_of_the_data_set_has_the_same_major_version(other: Optional[str], text: Optional[str]) -> None:
+    pod = healthy()
+    for name, version in zip(HOSTS, ("10.0.1", other)):
+        pod[name]["python"]["packages"]["pillow"] = version
+    assert bad(pod) == [], "a run without images"
+    found = bad(pod, dataclasses.replace(EXPECTED, decoder="pillow"))
+    assert [each.level for each in found] == [TROUBLE] * (text is not None)
+    assert all(str(text) in each.text for each in found)
 
 
 def test_a_ray_version_without_tokens_is_reported_with_what_to_do() -> None:

@@ -31,7 +31,9 @@ _MESSAGES = (signal.SIGUSR1, signal.SIGUSR2)
 _ABORTED = 128 + signal.SIGABRT  # exit code after an uncaught C++ exception
 _CAUSE_S = 2.0  # for the process of a peer to end, which may close its connections before
 # An exception with which a program ends because another one has ended: of the emulated SDK, Horovod, and Gloo.
-_OF_PEER = re.compile(r"a peer has ended|HorovodInternalError|Connection (closed|reset) by peer")
+_OF_PEER = re.compile(
+    r"a peer has ended|PeerFailed|HorovodInternalError|Connection (closed|reset) by peer|connectFullMesh failed"
+)
 Write = Callable[[bytes, float], Optional[bool]]
 
 

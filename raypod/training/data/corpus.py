@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 import sysconfig
 import zlib
 from pathlib import Path
@@ -100,7 +101,7 @@ def find_pieces(text: Optional[Sequence[str]], held_out: float, max_mb: Optional
 
 def _rank(name: str) -> Tuple[int, str]:
     """Return a key that sorts files in an arbitrary order, so that a part of them is a sample."""
-    return zlib.crc32(name.encode()), name
+    return zlib.crc32(os.fsencode(name)), name
 
 
 def _cut(files: Sequence[Piece], max_bytes: Optional[int]) -> Iterator[Piece]:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import List
+from typing import Any, List
 
 import pytest
 
@@ -67,6 +67,12 @@ def test_what_is_shown(
 ) -> None:
     assert main(["logs", str(run.path), *flags]) == 0
     assert [line.partition(" | ")[2] for line in lines(capsys)] == expected
+
+
+def test_the_events_of_a_run_whose_folder_is_not_utf8_are_shown(run: RunFolder, capfdbinary: Any) -> None:
+    run.event(160, "checkpoint_saved", update=1, path="caf\udce9/update-1", weights_sha256="0" * 64, kept=True)
+    assert main(["logs", str(run.path), "--events", "checkpoint_saved"]) == 0
+    assert b"checkpoint saved: caf\\xe9/update-1 after update 1" in capfdbinary.readouterr().out
 
 
 def test_events_are_chosen_by_kind_and_time(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

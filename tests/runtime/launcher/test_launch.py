@@ -25,6 +25,7 @@ from raypod.runtime.launcher.partition import partition
 from raypod.runtime.launcher.programs import Programs
 from raypod.runtime.launcher.records import HostFacts
 from raypod.system.sdk import without_horovod
+from tests.support import ROOT
 from tests.support.bounded import COMMAND_S, wait_until
 from tests.support.fake_vipu import FakeVipu
 from tests.support.launches import EIGHT_IN_FOUR, FOUR, FOUR_IN_TWO, TWO, Launch, program, python
@@ -95,6 +96,21 @@ def test_no_partition_is_created_before_the_cluster_is_joined(
     assert main(["--vipu-partition", "p", "true"]) == 2
     assert capsys.readouterr().err == "raypod: error: no Ray cluster responds at h:1: no answer within 3 s\n"
     assert (tool.commands, closed, list(tmp_path.iterdir())) == ([], [True], [])
+
+
+def test_ray_accepts_only_command_lines_in_utf8(processes: None, tmp_path: Path) -> None:
+    def launched(*words: str) -> str:
+        command = [sys.executable, "-m", "raypod.launch", *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, check=False
+        )
+        assert done.returncode == 2
+        return done.stderr.decode()
+
+    end = " is not UTF-8, and Ray accepts no other: rename it, or make a link with another name to it\n"
+    assert launched("--run-dir", "caf\udce9", "true") == f"raypod: error: --run-dir: the name caf\\xe9{end}"
+    assert launched("echo", "caf\udce9") == f"raypod: error: the command line: the name caf\\xe9{end}"
+    assert not list(tmp_path.iterdir())
 
 
 IMPORTS = """

@@ -112,12 +112,19 @@ def test_the_first_failure_ends_the_others_and_is_the_error(
 OF_PEER = "[rank1]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:6"
 
 
-@pytest.mark.parametrize("stderr", [OF_PEER, "horovod.common.HorovodInternalError: shut down", "E: a peer has ended"])
+NEVER_JOINED = "E: rank 1 waited 60 s for rank 0 of group 'horovod' at 10.0.0.1:5"
+
+
+@pytest.mark.parametrize(
+    "stderr",
+    [OF_PEER, "horovod.common.HorovodInternalError: shut down", "E: a peer has ended", NEVER_JOINED]
+    + ["RuntimeError: Gloo connectFullMesh failed with [pair.cc:144] timed out connecting"],
+)
 @pytest.mark.parametrize("seconds", [(1, 2), (2, 2), (3, 2)])  # its process may end after its connections
 def test_a_program_that_ends_too_early_is_the_cause_of_the_failure_of_its_peer(
     hosts: ScriptedHosts, tmp_path: Any, stderr: str, seconds: Tuple[int, int]
 ) -> None:
-    stderr = stderr.replace("E: ", "_pod.PeerError: ")
+    stderr = stderr.replace("E: ", "_pod.store_protocol.PeerFailed: ")
     failure = (seconds[1], hosts.exits(1, 1, stderr.encode()))
     hosts.script = [failure, (seconds[0], hosts.exits(0)), (5, hosts.finish)]
     with pytest.raises(ProgramFailed) as found:

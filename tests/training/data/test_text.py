@@ -129,6 +129,8 @@ def test_folders_are_searched_for_text_files_that_are_not_hidden(tmp_path: Path)
     (tmp_path / "empty.txt").touch()
     found = corpus.find_pieces([str(tmp_path)], 0.0, None).train
     assert sorted(each.path.name for each in found) == ["a.txt", "c.md", "d.rst", "e.py"]
+    (tmp_path / "caf\udce9.txt").write_text("not UTF-8")
+    assert len(corpus.find_pieces([str(tmp_path)], 0.0, None).train) == 5
     assert corpus.find_pieces([str(tmp_path / "f.bin")], 0.0, None).train[0].stop == 5
 
 
