@@ -80,6 +80,7 @@ MISTAKES = [
     ["--model", "no_such_module:make"],
     ["--resume", "nowhere"],
     ["--dataset", "imagefolder", "--data-dir", "nowhere"],
+    ["--popart", "noSuchOption=true", "--num-instances", "1"],  # the SDK finds it in the first call
     ["--norm", "group", "--model", "without_norms:make"],
 ]
 
