@@ -97,11 +97,6 @@ class ImageClassification(Task):
         if smoothing:
             of_all_classes = -functional.log_softmax(logits, dim=1).mean()
             loss = (1 - smoothing) * loss + smoothing * of_all_classes
-        if smoothing or words:
-            import poptorch  # planning builds the network without the SDK
-
-            # PopTorch's backward pass starts at a marked tensor; a torch loss as the last operator needs no mark.
-            loss = poptorch.identity_loss(loss, reduction="mean")
         return loss, {"accuracy": ((logits.argmax(dim=1) == labels).sum(), len(labels))}
 
     def _mixed_loss(self, logits: torch.Tensor, labels: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
