@@ -25,6 +25,7 @@ from raypod.training.data.source import Batch, Source
 from raypod.training.data.transforms import activation_dtype, device_input
 from raypod.training.models import library_models
 from raypod.training.models.networks import build_model
+from raypod.training.models.predictions import most_probable
 from raypod.training.tasks.classification import (
     calibration_error,
     classification_details,
@@ -181,12 +182,7 @@ class ImageClassification(Task):
         for path in image_files(inputs):
             labels = torch.zeros(1, dtype=torch.int64)
             images, _ = source.to_device_format((reader.read(path)[None], labels))
-            values, classes = functional.softmax(self.logits(network, images).float(), dim=1)[0].topk(
-                min(top, len(names))
-            )
-            pairs = zip(classes.tolist(), values.tolist())
-            found = [{"class": number, "name": names[number], "probability": value} for number, value in pairs]
-            yield {"image": str(path), "predictions": found}
+            yield {"image": str(path), "predictions": most_probable(self.logits(network, images)[0], names, top)}
 
 
 def _probability(classes: np.ndarray, probabilities: np.ndarray, label: int) -> Optional[float]:
