@@ -118,7 +118,9 @@ def _average(args: argparse.Namespace) -> int:
 def predict_parser() -> FlagParser:
     """Return the parser of `raypod predict`."""
     parser = _parser(
-        _predict, "predict", "Print the predictions of a run's model for images or texts, or its continuation of a text."
+        _predict,
+        "predict",
+        "Print the predictions of a run's model for images or texts, or its continuation of a text.",
     )
     inputs = "image files (PNG, JPEG), and folders of images; hf-sequence-classification: files of texts, .txt with "
     inputs += "one per line, or .jsonl or .csv with the column text"

@@ -22,14 +22,15 @@ def predict(
 
     Args:
         run: a run folder, or a checkpoint in it.
-        inputs: files, and folders of images. Images get the channels and the size of the data set's samples. The task
-            hf-sequence-classification reads files of texts: `.txt` with one per line, or `.jsonl` or `.csv` with `text`.
+        inputs: files, and folders of images. Images get the channels and the size of the data set's samples. A run of
+            hf-sequence-classification reads files of texts: `.txt` with one per line, `.jsonl` or `.csv` with `text`.
         top: the number of classes per image or text, at least 1.
         checkpoint, ema: as of `evaluate`.
         changes: where the data is: `dataset`, `data_dir`, `cache_dir`, ...
 
     Returns:
-        For each image `image`, its path, or for each text `text`, and `predictions`: `class`, `name` and `probability`, the most probable first.
+        For each image `image`, its path, or for each text `text`, and `predictions`: `class`, `name` and `probability`,
+        the most probable first.
 
     Raises:
         UserError: there is no such run, checkpoint or image, or the run's task has no predictions.

@@ -67,8 +67,8 @@ class Divergence:
             return None
         return self._once(
             "metric",
-            f"{wrong[0]} {where}{self._rate}: no sample counts in it, or a value is not finite, as with a learning rate "
-            f"that is too high; {_WAY_ON}",
+            f"{wrong[0]} {where}{self._rate}: no sample counts in it, or a value is not finite, as with a learning "
+            f"rate that is too high; {_WAY_ON}",
         )
 
     def _once(self, kind: str, text: str) -> Optional[str]:

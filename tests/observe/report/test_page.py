@@ -187,7 +187,7 @@ def test_a_table_of_runs_with_many_metrics_fits_and_names_what_all_runs_share(tm
     names = ["bce", "mae", "f1", "auc", "precision_at_5", "recall"]
     for number in range(3):
         write_run(tmp_path / f"k{number}-h8-lr0.01")
-        values = {name: 0.5 + 0.1234 * number for name in names}
+        values = dict.fromkeys(names, 0.5 + 0.1234 * number)
         tests = [{"samples": 9, "loss": 1.0, **values, "update": update, "epoch": 1} for update in (20, 40)]
         write_lines(tmp_path / f"k{number}-h8-lr0.01" / "evaluations.jsonl", tests)
     opened(tab, page.render([data_of(folder) for folder in sorted(tmp_path.iterdir())]), tmp_path)

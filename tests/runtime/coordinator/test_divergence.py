@@ -36,7 +36,12 @@ class WithLosses(ScriptedFleet):
 
 def warned(make: Callable[..., Plan], loss: Callable[[int], float], test_loss: float = 1.0, **sections: Any) -> Any:
     """Return the updates and the warnings of a run of 40 updates, in their order."""
-    sections["training"] = {"updates": 40, "lr_schedule": "constant", "warmup_updates": 0, **sections.get("training", {})}
+    sections["training"] = {
+        "updates": 40,
+        "lr_schedule": "constant",
+        "warmup_updates": 0,
+        **sections.get("training", {}),
+    }
     plan = make(**sections)
     return of(events_of(plan, WithLosses(plan, loss, test_loss)), (UpdateDone, InstanceWarned))  # type: ignore[arg-type]
 

@@ -209,7 +209,10 @@ def test_a_rare_sample_of_another_length_is_found_before_the_run() -> None:
     ("collate", "words"),
     [
         (lambda samples: {"x": samples[0]["x"][None]}, r"\[9\]; the task's `collate` must return the same shapes and"),
-        (raypod.pad_collate(9, fields=()), "for all samples: its pad_collate pads the first dimension of the entries in `fi"),
+        (
+            raypod.pad_collate(9, fields=()),
+            "for all samples: its pad_collate pads the first dimension of the entries in `fi",
+        ),
     ],
 )
 def test_samples_that_differ_after_collate_are_its_mistake(collate: Any, words: str) -> None:
