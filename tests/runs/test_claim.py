@@ -112,6 +112,14 @@ def test_a_mistake_leaves_nothing_behind(
     assert not tree(here)
 
 
+def test_a_mistake_of_the_first_call_leaves_nothing_on_a_storage(here: Path) -> None:
+    (here.parent / "storage").mkdir()
+    flags = ["--popart", "noSuchOption=true", "--num-instances", "1", "--storage-path", f"file://{here.parent}/storage"]
+    assert train.main([*QUICK, *flags]) == 2
+    assert not tree(here)
+    assert not tree(here.parent / "storage")
+
+
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("flags", [MISTAKES[1], MISTAKES[-1]], ids=lambda flags: flags[-1])
 def test_a_mistake_of_a_detached_run_leaves_nothing_behind(
