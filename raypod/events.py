@@ -258,11 +258,11 @@ class CheckpointFailed:
 
 @dataclasses.dataclass(frozen=True)
 class InstanceWarned:
-    """Python or the SDK has warned of the user's code in an instance."""
+    """Python or the SDK has warned of the user's code in an instance, or the training diverges."""
 
     instance: int
     text: str  # one line, with the place in the code if it is known
-    log_file: str
+    log_file: str  # of the instance; "" if the warning is one of the whole run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,9 @@ from raypod.events import (
     CheckpointBegun,
     Event,
     PhaseBegun,
+    RunEnded,
     RunStarted,
+    UpdateDone,
 )
 from raypod.observe.status import prometheus
 from raypod.observe.status.endpoint import cached_route, served, snapshot_route
@@ -157,6 +159,7 @@ class Training:
         self._callbacks: List[Callback] = []
         self._sinks: Optional[Sinks] = None
         self._update = resumed.update if resumed else 0
+        self._has_trained = False
 
     def events(self) -> Generator[Event, None, None]:
         """Yield the events of the run, and write its files: after the last event `summary.json` and `report.html`.
@@ -281,10 +284,11 @@ class Training:
         run_folder.write_summary(self._run.plan, self.metrics, self._view, copies.summary(), self._restarts_before)
 
     def _record(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
+        if isinstance(event, (UpdateDone, RunEnded)) and not self._has_trained:
+            self._has_trained = True
             self._run.claim.keep()
-            if self._elsewhere.is_wanted:
-                self._run.claim.lease.on_folder_lost = self._leave_folder
+        if isinstance(event, RunStarted) and self._elsewhere.is_wanted:
+            self._run.claim.lease.on_folder_lost = self._leave_folder
         self._update = getattr(event, "update", self._update)
         for callback in self._callbacks:
             callback.on_event(event)
@@ -302,7 +306,7 @@ class Training:
 
     def _write_report(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
         """Write `report.html`, also for a run that failed or was interrupted. If that fails, the run has a warning."""
-        is_users_mistake = isinstance(error, UserError) and self._view.started is None
+        is_users_mistake = isinstance(error, UserError) and not self._has_trained
         if is_users_mistake or isinstance(error, LeaseLost):  # the folder is restored, or another process has it
             return
         from raypod.observe.report.command import write_report

@@ -14,6 +14,7 @@ from raypod.cli.table import COMMANDS
 from raypod.errors import ConfigError, LossNotFinite
 from raypod.events import UpdateDone
 from raypod.plan.layout import METRICS
+from raypod.plan.learning_rate import RANGE_TEST
 from raypod.runs.run_folder import measured
 from raypod.system.command_line import FlagParser, show, value_of
 from raypod.system.files import replace_file
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     parser().parse_args(["--help"] if {"-h", "--help"} & set(argv) else [])
     _check(argv)
     run_dir = value_of(argv, "--run-dir", "run.run_dir") or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-lr-range"
-    words = [*argv, "--lr-schedule", f"{__name__}:{factor.__name__}"]
+    words = [*argv, "--lr-schedule", RANGE_TEST]
     for flag, key, default in (*_DEFAULTS, ("--run-dir", "run.run_dir", run_dir)):
         words += [] if value_of(argv, flag, key) is not None else [flag, default]
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Sequence
 
 from raypod.errors import ConfigError
+from raypod.plan import layout
 from raypod.system.command_line import FlagParser, format_table, show, without_flags
 from raypod.system.files import looked_in
 from raypod.system.urls import is_url
@@ -106,6 +107,10 @@ def _control(verb: str, args: Namespace) -> int:
 
 def _run_folder(verb: str, name: str) -> Path:
     folder = Path(name)
+    if folder.is_file():
+        near = next((each for each in folder.resolve().parents if layout.is_run_folder(each)), None)
+        way = f"name the run folder: raypod {verb} {near}" if near else "name a run folder, as in runs/NAME"
+        raise ConfigError(f"{verb} {folder}: this is a file; {way}")
     if not folder.is_dir():
         place = "" if folder.is_absolute() else f"{looked_in(folder)}{_in_source(folder)}"
         raise ConfigError(f"{verb} {folder}: the run folder does not exist on {socket.gethostname()}{place}")

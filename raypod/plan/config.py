@@ -37,6 +37,7 @@ WITHOUT_FILES = ("digits", "synthetic")  # data sets that read no folder
 MAX_IMAGE_PIXELS = 89_478_485  # of an image file, as Pillow's own limit: 268 MB as RGB
 STREAM_WINDOW = 16  # default of `data.shuffle_window` with a URL
 IMAGE_SIDE = 224  # default height and width of the images of folders
+BOXES = "+"  # in a data fingerprint, before the hash of bounding boxes
 CONTENTS = "-"  # in a data fingerprint, between the hash of names and labels and that of the contents of files
 TEST_SAMPLE = "test:"  # before the number of a test sample in `data.leave_out`
 _EMA_SHARE = 0.1  # of the average that an addition changes at most, unless it is due after every call

@@ -21,7 +21,7 @@ Use = Literal[
     "resume",  # a run resumes from it: it goes to a storage and to other hosts with each checkpoint
     "copy",  # to other hosts as it is, with each checkpoint
     "mirror",  # to a storage
-    "undo",  # put back, or removed, when a command ends before its run has started
+    "undo",  # put back, or removed, when a command ends before the first update of its run
     "show",  # read by the report and the dashboard
 ]
 

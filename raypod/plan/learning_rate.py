@@ -16,6 +16,7 @@ from raypod.plan import user_code
 from raypod.plan.config import Config, TrainingSection
 
 _KEY = "training.lr_schedule"
+RANGE_TEST = "raypod.cli.lr_range:factor"  # the schedule of `raypod lr-range`
 _CHECKED_UPDATES = 10_000  # at most so many values of a user's function are checked before the run
 # The fraction of the way from the peak rate to the floor that is left after a fraction of the updates after warm-up.
 _DECAYS: Dict[str, Callable[[TrainingSection, float, int], float]] = {

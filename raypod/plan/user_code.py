@@ -80,21 +80,44 @@ def reported(name: str, remark: str = "") -> Iterator[None]:
 
 
 def place_of(error: BaseException) -> str:
-    """Return where the user's code raised an exception: " (FILE:LINE, in FUNCTION)", or "" if other code raised it."""
+    """Return where the user's code raised an exception: " (FILE:LINE, in FUNCTION)", or "" if other code raised it.
+
+    If that is in another file than the function that raypod has called, as in a package outside of the installed ones,
+    the line of that function is named, too: " (FILE:LINE, in FUNCTION; FILE:LINE, in FUNCTION)".
+    """
     recorded: Optional[str] = getattr(error, _PLACE, None)
-    return place_in(_frames_of(error)) if recorded is None else recorded
+    if recorded is not None:
+        return recorded
+    frames = _frames_of(error)
+    own = tuple(_folders_of("raypod"))
+    first = next((index for index, frame in enumerate(frames) if own and frame.filename.startswith(own)), len(frames))
+    called = next((frame for frame in frames[first:] if _is_of_user(frame)), None)
+    inner = _innermost(frames)
+    if called is None or inner is None or called.filename == inner.filename:
+        return place_in(frames)
+    return f" ({_shown(called)}; {_shown(inner)})"
 
 
 def place_in(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return the innermost of the frames that is one of the user's code, as `place_of`; the last is the innermost."""
+    inner = _innermost(frames)
+    return "" if inner is None else f" ({_shown(inner)})"
+
+
+def _innermost(frames: Sequence[traceback.FrameSummary]) -> Optional[traceback.FrameSummary]:
+    return next((frame for frame in reversed(frames) if _is_of_user(frame)), None)
+
+
+def _is_of_user(frame: traceback.FrameSummary) -> bool:
     others = ("<", *_folders_of("raypod", *_SDKS))
     installed = ("site-packages", "dist-packages", f"{sys.base_prefix}/lib")
-    for frame in reversed(frames):
-        if frame.filename == _PICKLED:
-            return f" (line {frame.lineno}, in {frame.name})"
-        if not frame.filename.startswith(others) and not any(each in frame.filename for each in installed):
-            return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
-    return ""
+    is_other = frame.filename.startswith(others) or any(each in frame.filename for each in installed)
+    return frame.filename == _PICKLED or not is_other
+
+
+def _shown(frame: traceback.FrameSummary) -> str:
+    where = f"line {frame.lineno}" if frame.filename == _PICKLED else f"{Path(frame.filename).name}:{frame.lineno}"
+    return f"{where}, in {frame.name}"
 
 
 def place_of_function(function: Callable[..., Any]) -> str:

@@ -65,7 +65,8 @@ class Reporter(Callback):
     def on_event(self, event: Event) -> None:
         """Show one event."""
         if isinstance(event, InstanceWarned):
-            self.warn(f"{event.text} (instance {event.instance}; its log: {event.log_file})")
+            where = f" (instance {event.instance}; its log: {event.log_file})" if event.log_file else ""
+            self.warn(f"{event.text}{where}")
 
     def warn(self, text: str) -> None:
         """Show a warning."""

@@ -1,24 +1,26 @@
 """Claim a run folder: create it, or enter the folder of an earlier run, and hold its lease while the run uses it.
 
-A command that ends with a user's mistake before its run has started, or in any way before the files of its run are
-written, leaves nothing that was not there before.
+A command that ends with a user's mistake before the first update of its run, or in any way before the files of its run
+are written, leaves nothing that was not there before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Dict, List, Optional, Set
 
 from raypod.errors import ConfigError, LeaseHeld, LeaseLost, RaypodError, UserError
 from raypod.plan import layout
 from raypod.plan.config import Config
-from raypod.plan.layout import LOGS
+from raypod.plan.layout import CHECKPOINTS, LOGS
 from raypod.runs import lease, run_folder, run_state
 from raypod.runs.lease_file import Log
 from raypod.system.files import create_folder, create_numbered_folder, remove_empty, replace_file
 
 _REPLACED = layout.names("undo")
+_OF_RUNNING = [file.name for file in layout.TABLE if file.name not in (*_REPLACED, CHECKPOINTS, LOGS)]
 
 
 class Claim:
@@ -39,6 +41,7 @@ class Claim:
         for name in _REPLACED:
             with contextlib.suppress(FileNotFoundError):
                 self._before[name] = (folder / name).read_bytes()
+        self._new = [folder / name for name in _OF_RUNNING if not (folder / name).exists()]
         self._logs: Optional[Set[Path]] = set((folder / LOGS).iterdir()) if (folder / LOGS).is_dir() else None
         self._added: List[Path] = []
         self._is_written = self._is_kept = not restores
@@ -49,7 +52,7 @@ class Claim:
         self._is_written = True
 
     def keep(self) -> None:
-        """Keep what the run has written: it has started."""
+        """Keep what the run has written: it trains."""
         self._is_kept = True
         with contextlib.suppress(OSError):  # the leases of earlier runs have no effect
             self.lease.remove_ended()
@@ -101,6 +104,12 @@ class Claim:
                 replace_file(path, self._before[name])
             elif name not in self._before and path.exists():
                 path.unlink()
+        for path in self._new:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        remove_empty([self.folder / CHECKPOINTS])
         logs = self.folder / LOGS
         for path in set(logs.iterdir()) - (self._logs or set()) if logs.is_dir() else ():
             path.unlink()

@@ -94,7 +94,7 @@ def _instance_lost(record: Record) -> str:
 
 
 def _instance_warned(record: Record) -> str:
-    return f"instance {record['instance']}: {record['text']}"
+    return f"instance {record['instance']}: {record['text']}" if record["log_file"] else record["text"]
 
 
 def _repaired(record: Record) -> str:

@@ -5,7 +5,6 @@ The bar uses tqdm, on the driver only. If stderr is neither a terminal nor that 
 
 from __future__ import annotations
 
-import math
 import sys
 import textwrap
 import time
@@ -59,7 +58,6 @@ class Progress(Reporter):
         self._has_bar = (self._err.isatty() or self._is_notebook) and detail > QUIET
         self._remaining = RemainingTime(plan.total_updates, plan.geometry.device_iterations)
         self._last_line_s = time.monotonic()
-        self._warned_nonfinite = False
         self._unfinished: Optional[UpdateDone] = None  # the newest update of an epoch that has not ended
 
     def __enter__(self) -> Progress:
@@ -191,11 +189,6 @@ class Progress(Reporter):
         return ", ".join(parts)
 
     def _show_update(self, event: UpdateDone) -> None:
-        if not self._warned_nonfinite and event.has_results and not math.isfinite(event.loss):
-            self._warned_nonfinite = True
-            stops = self._plan.config.stops_if_not_finite
-            consequence = "the run stops" if stops else "the run continues (--on-nonfinite continue)"
-            self.warn(f"the loss became {event.loss} at update {event.update}; {consequence}")
         if not self._has_bar:
             if time.monotonic() - self._last_line_s > _LINE_INTERVAL_S:
                 figures = self._fitting(event, sys.maxsize)

@@ -253,6 +253,17 @@ def test_a_folder_without_a_run_is_an_error(verb: str, tmp_path: Path, capsys: p
     assert f"{tmp_path / 'nowhere'}: the run folder does not exist on {run_state.socket.gethostname()}" in lines[1]
 
 
+@pytest.mark.parametrize("verb", ["status", "verify-data"])
+def test_a_file_is_no_run_folder(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    ledger.write_text("")
+    assert main([verb, str(ledger)]) == 2
+    assert "ledger.jsonl: this is a file; name a run folder, as in runs/NAME" in capsys.readouterr().err
+    (tmp_path / "plan.json").write_text("{}")
+    assert main([verb, str(ledger)]) == 2
+    assert f"this is a file; name the run folder: raypod {verb} {tmp_path}\n" in capsys.readouterr().err
+
+
 def test_a_run_in_the_source_folder_is_suggested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,13 @@ def test_the_place_is_the_innermost_frame_of_the_users_code(outer: Any) -> None:
     assert user_code.place_of(of_numpy) == ""
 
 
+def test_an_error_in_another_file_names_the_function_that_raypod_called(outer: Any, tmp_path: Path) -> None:
+    own: Dict[str, Any] = {"parse": outer}
+    exec(compile("def datasets():\n\n    return parse('{')\n", str(tmp_path / "mine.py"), "exec"), own)
+    error = raised_by(lambda: user_code.invoke(own["datasets"], "mine:datasets", "task.name"))
+    assert user_code.place_of(error) == " (mine.py:3, in datasets; houses.py:3, in parse)"
+
+
 def test_the_place_survives_pickling_and_loader_workers(outer: Any) -> None:
     error = raised_by(lambda: outer(None))
     user_code.record_place(error)
@@ -61,7 +68,7 @@ def test_the_place_survives_pickling_and_loader_workers(outer: Any) -> None:
 
 
 def test_an_error_of_the_users_code_is_one_line_with_a_remark(outer: Any) -> None:
-    expected = r"^houses:outer: TypeError: .*\(houses.py:3, in parse\); called with None$"
+    expected = r"^houses:outer: TypeError: .*; houses.py:3, in parse\); called with None$"
     with pytest.raises(ConfigError, match=expected), user_code.reported("houses:outer", "; called with None"):
         outer(None)
     with pytest.raises(DataMissing, match="^no file$"), user_code.reported("houses:outer", "; called with None"):

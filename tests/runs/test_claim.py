@@ -80,6 +80,7 @@ MISTAKES = [
     ["--model", "no_such_module:make"],
     ["--resume", "nowhere"],
     ["--dataset", "imagefolder", "--data-dir", "nowhere"],
+    ["--popart", "noSuchOption=true", "--num-instances", "1"],  # the SDK finds it in the first call
     ["--norm", "group", "--model", "without_norms:make"],
 ]
 
@@ -109,6 +110,14 @@ def test_a_mistake_leaves_nothing_behind(
     assert train.main([*QUICK, *flags, *more]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert not tree(here)
+
+
+def test_a_mistake_of_the_first_call_leaves_nothing_on_a_storage(here: Path) -> None:
+    (here.parent / "storage").mkdir()
+    flags = ["--popart", "noSuchOption=true", "--num-instances", "1", "--storage-path", f"file://{here.parent}/storage"]
+    assert train.main([*QUICK, *flags]) == 2
+    assert not tree(here)
+    assert not tree(here.parent / "storage")
 
 
 @pytest.mark.usefixtures("processes")

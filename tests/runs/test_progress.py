@@ -17,6 +17,7 @@ from raypod.events import (
     CheckpointFailed,
     EpochDone,
     EvaluationDone,
+    InstanceWarned,
     Repaired,
     Resized,
     RunEnded,
@@ -140,12 +141,9 @@ def test_a_run_that_ends_within_an_epoch_shows_its_last_update(shown: Shown) -> 
     assert "[Epoch 01, update 21]" in out
 
 
-def test_a_nonfinite_loss_is_a_warning_with_its_consequence_but_not_an_unknown_one(shown: Shown) -> None:
+def test_a_warning_of_the_run_names_no_instance_and_an_unknown_loss_is_none(shown: Shown) -> None:
+    assert shown(InstanceWarned(0, "the loss became nan", ""))[0] == "warning: the loss became nan\n"
     updates = [dataclasses.replace(update(number), metrics=UNKNOWN) for number in (3, 4)]
-    ends = {"stop": "the run stops", "continue": "the run continues (--on-nonfinite continue)"}
-    for on_nonfinite, consequence in ends.items():
-        out, _ = shown(*updates, on_nonfinite=on_nonfinite)
-        assert out == f"warning: the loss became nan at update 3; {consequence}\n"
     out, err = shown(dataclasses.replace(updates[0], missing_reports=(1,)), err=Terminal())
     assert out == ""
     assert "loss and acc unknown" in err

@@ -118,12 +118,15 @@ def _average(args: argparse.Namespace) -> int:
 def predict_parser() -> FlagParser:
     """Return the parser of `raypod predict`."""
     parser = _parser(
-        _predict, "predict", "Print the predictions of a run's model for images, or its continuation of a text."
+        _predict,
+        "predict",
+        "Print the predictions of a run's model for images or texts, or its continuation of a text.",
     )
-    images = "image files (PNG, JPEG), and folders of images"
-    parser.add_argument("inputs", nargs="*", default=(), metavar="IMAGE", help=images)
+    inputs = "image files (PNG, JPEG), and folders of images; hf-sequence-classification: files of texts, .txt with "
+    inputs += "one per line, or .jsonl or .csv with the column text"
+    parser.add_argument("inputs", nargs="*", default=(), metavar="FILE", help=inputs)
     _add_checkpoint(parser)
-    parser.add_argument("--top", type=int, help="number of classes per image, at least 1 [5]")
+    parser.add_argument("--top", type=int, help="number of classes per image or text, at least 1 [5]")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--json", action="store_true", help="print JSON")
     kinds.add_argument("--csv", action="store_true", help="print CSV")

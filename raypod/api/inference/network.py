@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterator, Mapping, Optional, Tuple, Type
 
 import torch
 from torch import nn
 
 from raypod.api.inference.checkpoints import Weights
+from raypod.errors import ConfigError
 from raypod.plan import user_code
 from raypod.plan.config import Config
 from raypod.system import sdk, torchvision_import
@@ -16,7 +17,7 @@ from raypod.training.checkpoint import tensors
 from raypod.training.data.loading import NO_EPOCH, SeededSamples, collated
 from raypod.training.data.source import Batch, Source
 from raypod.training.models.task_network import TaskNetwork
-from raypod.training.tasks.registry import facts_of, task_of
+from raypod.training.tasks.registry import facts_of, kind_of, task_of
 from raypod.training.tasks.task import Task
 
 Inputs = Tuple[Tuple[Any, ...], Dict[str, Any]]  # positional and keyword arguments of the network
@@ -70,20 +71,38 @@ class HostNetwork:
 
 
 @contextlib.contextmanager
-def open_network(config: Config, weights: Weights) -> Iterator[HostNetwork]:
+def open_network(config: Config, weights: Weights, method: str = "") -> Iterator[HostNetwork]:
     """Yield the network of a config with given weights; in the context its modules can import the SDK.
 
     Raises:
-        ConfigError: the data cannot be used, or the weights are those of another network.
+        ConfigError: the task does not implement `method`, the data cannot be used, or the weights are those of another
+            network.
     """
     training = config.training.model_copy(update={"precision": "32.32"})
     run = config.run.model_copy(update={"device": "auto"})  # the network runs on the CPU, also without IPUs
     config = config.model_copy(update={"training": training, "run": run})
     torchvision_import.install()
     with sdk.importable(run.device):
+        kind = kind_of(config)
+        if method and getattr(kind, method) is getattr(Task, method):
+            raise ConfigError(_missing(kind, config.task.name, method))
         task = task_of(config, facts_of(config).pickled)
         with _reported(task.user_code):
             yield _build(task, weights.tensors)
+
+
+def _missing(kind: Type[Task], name: str, method: str) -> str:
+    """Return that a task has no predictions of files, or generates no text, and what it has."""
+    what = "generates no text" if method == "generate" else "has no predictions of files"
+    if method == "generate" and kind.predict is not Task.predict:
+        way = "name files in place of --prompt"
+    elif method == "predict" and kind.generate is not Task.generate:
+        way = "give --prompt TEXT, which it continues"
+    elif name.startswith("hf-"):
+        way = "raypod export RUN --format hf writes a folder for the pipelines of transformers"
+    else:
+        way = "raypod evaluate RUN --predictions FILE writes those of the test split" if kind.predictions else ""
+    return f"the task {name} {what}: it implements no `{method}`{way and '; '}{way}"
 
 
 def _build(task: Task, weights: Mapping[str, torch.Tensor]) -> HostNetwork:

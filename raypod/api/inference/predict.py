@@ -18,17 +18,19 @@ def predict(
     ema: Optional[bool] = None,
     **changes: Any,
 ) -> List[Dict[str, Any]]:
-    """Return the predictions of a run's model for images, computed in float32 on the CPU of this host.
+    """Return the predictions of a run's model for images or texts, computed in float32 on the CPU of this host.
 
     Args:
         run: a run folder, or a checkpoint in it.
-        inputs: files, and folders of images. Images get the channels and the size of the data set's samples.
-        top: the number of classes per image, at least 1.
+        inputs: files, and folders of images. Images get the channels and the size of the data set's samples. A run of
+            hf-sequence-classification reads files of texts: `.txt` with one per line, `.jsonl` or `.csv` with `text`.
+        top: the number of classes per image or text, at least 1.
         checkpoint, ema: as of `evaluate`.
         changes: where the data is: `dataset`, `data_dir`, `cache_dir`, ...
 
     Returns:
-        For each image `image`, its path, and `predictions`: `class`, `name` and `probability`, the most probable first.
+        For each image `image`, its path, or for each text `text`, and `predictions`: `class`, `name` and `probability`,
+        the most probable first.
 
     Raises:
         UserError: there is no such run, checkpoint or image, or the run's task has no predictions.
@@ -43,7 +45,7 @@ def predict_run(
     if top < 1:
         raise ConfigError(f"--top {top} must be at least 1")
     config = settings.host_config(run, changes)
-    with open_network(config, weights) as network:
+    with open_network(config, weights, "predict") as network:
         return list(network.task.predict(network.of_task(), inputs, top))
 
 
@@ -86,5 +88,5 @@ def generate_run(
         wrong = f"--length {length} must be at least 1" if length < 1 else f"--temperature {temperature:g} must be >= 0"
         raise ConfigError(wrong)
     config = settings.host_config(run, changes)
-    with open_network(config, weights) as network:
+    with open_network(config, weights, "generate") as network:
         return network.task.generate(network.of_task(), prompt, length, temperature, seed)

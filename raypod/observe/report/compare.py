@@ -5,14 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import Namespace
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 from raypod.errors import ConfigError
 from raypod.observe.report.command import read_runs
 from raypod.observe.report.results import differing_settings
-from raypod.system.command_line import FlagParser, format_table, show
+from raypod.system.command_line import FlagParser, format_table, show, width_of
 
 _NOTHING = "-"
+_GAP = 2  # columns between those of a table
 _MOST_WITHOUT_PLOT = 5  # runs; as in parallel.js
 
 
@@ -33,7 +34,8 @@ def run(args: Namespace) -> int:
     runs = [reader.data() for reader in read_runs(args.runs, "compare")]
     if len(runs) < 2:
         raise ConfigError("compare needs at least two different runs: raypod compare RUN RUN...")
-    show("\n".join(format_table(_rows(runs))))
+    tables = _fitting(_rows(runs), width_of(sys.stdout))
+    show("\n\n".join("\n".join(format_table(each)) for each in tables))
     if len(runs) > _MOST_WITHOUT_PLOT:
         words = ["raypod", "report", *args.runs, "--output", "compare.html"]
         show(f"parallel coordinates of these runs: {' '.join(map(shlex.quote, words))}", sys.stderr)
@@ -53,6 +55,18 @@ def _rows(runs: Sequence[Dict[str, Any]]) -> List[List[str]]:
         rows.append([f"{split} {name}, best", *map(_best, results)])
         rows.append([f"{split} {name}, last", *(_text(each.get("last")) for each in results)])
     return rows
+
+
+def _fitting(rows: List[List[str]], width: Optional[int]) -> List[List[List[str]]]:
+    """Return tables of all runs, each with as many as fit in the columns of a terminal; None for no terminal."""
+    widths = [max(map(len, column)) + _GAP for column in zip(*rows)]
+    blocks: List[List[int]] = [[]]
+    for column in range(1, len(widths)):
+        needed = widths[0] + sum(widths[each] for each in (*blocks[-1], column)) - _GAP
+        if width is not None and blocks[-1] and needed > width:
+            blocks.append([])
+        blocks[-1].append(column)
+    return [[[row[0], *(row[column] for column in block)] for row in rows] for block in blocks]
 
 
 def _state(run: Dict[str, Any]) -> str:

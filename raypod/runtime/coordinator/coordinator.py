@@ -33,6 +33,7 @@ from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.origin import origin_of
 from raypod.runtime.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.runtime.coordinator.checkpoint_schedule import CheckpointSchedule
+from raypod.runtime.coordinator.divergence import Divergence
 from raypod.runtime.coordinator.elastic import Elastic, resize_at_start, start
 from raypod.runtime.coordinator.evaluated import combined
 from raypod.runtime.coordinator.kept_state import Elsewhere, KeptState
@@ -166,7 +167,9 @@ class _Training:
         update = self._metrics.position
         is_last = update == self._plan.total_updates
         if segment.ends_epoch and update == segment.end and segment.epoch >= self._metrics.epochs_done:
-            yield self._metrics.end_epoch(segment.epoch)
+            ended = self._metrics.end_epoch(segment.epoch)
+            yield ended
+            yield from self._evaluations.divergence.warnings(ended)
         if not is_last and not self._stop.requested:
             yield from self._save_and_evaluate(update)
         tested = self._evaluations.metrics_after(update)
@@ -213,6 +216,7 @@ class _Training:
             yield from self._metrics.take_calls()
             for update in updates:
                 yield update
+                yield from self._evaluations.divergence.warnings(update)
                 self._schedule.check_finite(update)
 
     def _must_end_segment(self, segment: Segment) -> bool:
@@ -263,6 +267,7 @@ class Evaluations:
         """`earlier_evaluations` holds the evaluations that the run had made before it was resumed."""
         self._plan, self._fleet, self._schedule, self._stop = plan, fleet, schedule, stop or Stop()
         self.warnings = InstanceWarnings(plan)  # also those of the training: each is an event once in a run
+        self.divergence = Divergence(plan)
         self._evaluations = {each.update: each for each in earlier_evaluations}
 
     def drop_after(self, update: int) -> None:
@@ -287,6 +292,7 @@ class Evaluations:
         self._evaluations[update] = done
         self._schedule.add_evaluation(update, done.metrics)
         yield done
+        yield from self.divergence.warnings(done)
 
     def is_due(self, update: int) -> bool:
         """Return whether the test split is to be evaluated after `update` updates, and has not been."""

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.plan import ipu_options
-from raypod.plan.config import CONTENTS, WINDOW_TASKS, Config
+from raypod.plan.config import BOXES, CONTENTS, WINDOW_TASKS, Config
 from raypod.plan.layout import CHECKPOINTS, CONFIG
 from raypod.plan.learning_rate import DEPEND_ON_LENGTH
 from raypod.plan.metric import EpochSums
@@ -199,7 +199,10 @@ def check_data(plan: Plan, checkpoint: Checkpoint, data_fingerprint: str) -> Non
     difference = first_difference(checkpoint.manifest, settings, allowed_differences(plan))
     if difference is not None and recorded.partition(CONTENTS)[0] == listed:
         hint = f"--resume-anyway {FINGERPRINT} resumes with the present ones"
-        difference = f"its data files have been changed under their names (data_fingerprint); {hint}"
+        is_of_boxes = recorded.partition(BOXES)[0] == data_fingerprint.partition(BOXES)[0]
+        what = f"--bounding-boxes {plan.config.data.bounding_boxes} has other boxes than those of the run"
+        what = what if is_of_boxes else "its data files have been changed under their names"
+        difference = f"{what} (data_fingerprint); {hint}"
     if difference is not None:
         raise ConfigError(f"--resume {checkpoint.path}: {difference}")
 

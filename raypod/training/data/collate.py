@@ -22,6 +22,7 @@ class Collated:
 
     Attributes:
         uncollated: the data set before.
+        way_out: what to do about samples that differ nevertheless, for messages.
     """
 
     def __init__(self, data: Any, collate: Collate) -> None:
@@ -29,6 +30,8 @@ class Collated:
         self.fingerprint = getattr(data, "fingerprint", "")
         self.files = getattr(data, "files", None)  # those of shards are downloaded
         pads = isinstance(collate, PadCollate)  # another function may draw from any generator
+        self.way_out = "the task's `collate` must return the same shapes and types for all samples"
+        self.way_out += ": its pad_collate pads the first dimension of the entries in `fields`" if pads else ""
         self.draws_from_torch_only = pads and getattr(data, "draws_from_torch_only", False)
 
     def __len__(self) -> int:

@@ -66,7 +66,7 @@ class Feed:
         self._has_thread = plan.config.data.async_dataloader and not in_processes
         self._stream: Optional[Generator[Call, None, None]] = None
         self._samples = np.zeros(0, dtype=np.int64)  # indices of the call that `calls` yielded last
-        self._shapes = FixedShapes("training", source.names)
+        self._shapes = FixedShapes("training", source.names, source.train)
         self._is_interrupted = False
         self._next_update = 0  # the update whose batch the stream yields next
 
@@ -140,7 +140,7 @@ class Feed:
         kept = kept_samples(self._plan.config.data.left_out("test"), len(self._source.test))
         total = len(kept)
         calls = list(self._evaluation_samples(total))
-        retry, shapes = self._new_retry(), FixedShapes("test", self._source.names)
+        retry, shapes = self._new_retry(), FixedShapes("test", self._source.names, self._source.test)
         while calls:
             batches = self._evaluation_batches([kept[call % total] for call in calls])
             try:

@@ -13,7 +13,7 @@ from typing import Any, Iterator, List, Optional, Tuple, Union
 import numpy as np
 
 from raypod.errors import ConfigError, DataMissing, as_utf8
-from raypod.plan.config import CONTENTS, IMAGE_SIDE, LANGUAGE_MODEL, TEST_SAMPLE, Config
+from raypod.plan.config import BOXES, CONTENTS, IMAGE_SIDE, LANGUAGE_MODEL, TEST_SAMPLE, Config
 from raypod.plan.plan import DatasetSize
 from raypod.system.command_line import counted
 from raypod.system.files import looked_in
@@ -97,7 +97,7 @@ def load(config: Config) -> Splits:
     contents = contents_of([(train_files, len(labels[0])), (test_files, len(labels[1]))])
     boxes = _boxes(config, arrays)
     if boxes is not None:
-        contents = fingerprint_of_bytes(np.frombuffer(contents.encode(), np.uint8), boxes)[:16]
+        contents = f"{contents}{BOXES}{fingerprint_of_bytes(boxes)[:16]}"
     train = preparation(decoder, side, is_random=data.augment, flips=data.flip is not False, max_pixels=limit)
     if data.policy or data.random_erasing:
         train = FurtherChanged(train, data, _MEAN)

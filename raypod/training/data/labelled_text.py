@@ -1,4 +1,4 @@
-"""Texts with a label each, or words with a tag each, in files of JSON lines or CSV. Imports no torch."""
+"""Texts with a label each, or words with a tag each, in files of JSON lines or CSV; texts alone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -87,23 +87,42 @@ def _read(form: Form, flag: str, names: Sequence[str]) -> List[Example]:
     return [example for name in names for example in _of_file(form, flag, name)]
 
 
+def texts_in(form: Form, names: Sequence[str]) -> Iterator[str]:
+    """Yield the texts of files: the lines of `.txt`, or the column of JSON lines or CSV. Errors as `read_examples`."""
+    for name in names:
+        content = _content(name, name, (".txt", *_SUFFIXES))
+        if Path(name).suffix == ".txt":
+            yield from (line for line in content.split("\n") if line.strip())
+            continue
+        for line, row in _rows(form, name, content):
+            if not isinstance(row.get(form.inputs), str):
+                raise ConfigError(f"{name}, line {line} has no {form.inputs}; it has {', '.join(map(str, row))}")
+            yield row[form.inputs]
+
+
 def _of_file(form: Form, flag: str, name: str) -> Iterator[Example]:
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise DataMissing(f"{flag} {name} does not exist{looked_in(path)}")
-    if path.suffix not in _SUFFIXES:
-        raise ConfigError(f"{flag} {name}: files end with {', '.join(_SUFFIXES)}")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {name}: {error}") from None
-    rows = _csv_rows(form, name, text) if path.suffix == ".csv" else _json_rows(name, text)
     empty = True
-    for line, row in rows:
+    for line, row in _rows(form, name, _content(f"{flag} {name}", name, _SUFFIXES)):
         empty = False
         yield _example(form, row, f"{name}, line {line}")
     if empty:
         raise ConfigError(f"{flag} {name} has no examples")
+
+
+def _content(shown: str, name: str, suffixes: Sequence[str]) -> str:
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise DataMissing(f"{shown} does not exist{looked_in(path)}")
+    if path.suffix not in suffixes:
+        raise ConfigError(f"{shown}: files end with {', '.join(suffixes)}")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {name}: {error}") from None
+
+
+def _rows(form: Form, name: str, text: str) -> Iterator[Tuple[int, Dict[str, Any]]]:
+    return _csv_rows(form, name, text) if Path(name).suffix == ".csv" else _json_rows(name, text)
 
 
 def _json_rows(name: str, text: str) -> Iterator[Tuple[int, Dict[str, Any]]]:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from raypod.errors import ConfigError, summarize_exception
-from raypod.training.data.loading import JOIN_TIMEOUT_S, EpochSamples, SeededSamples, collated
+from raypod.training.data.loading import JOIN_TIMEOUT_S, EpochSamples, SeededSamples, collated, way_out_of
 
 Item = TypeVar("Item")
 
@@ -82,9 +82,8 @@ class SampleLoader(CallLoader):
         check: Optional[Callable[[Any, int], object]] = None,
     ) -> None:
         self._samples = SeededSamples(data, seed, check)
-        super().__init__(
-            self._samples, num_workers, "batch_sampler", collate_fn=functools.partial(_collate, finish=finish)
-        )
+        collate = functools.partial(_collate, finish=finish, way_out=way_out_of(data))
+        super().__init__(self._samples, num_workers, "batch_sampler", collate_fn=collate)
 
     def load(self, calls: Iterable[EpochSamples]) -> Iterator[Any]:
         """As `CallLoader.load`."""
@@ -128,9 +127,10 @@ class _Calls:
         return iter(self.keys)
 
 
-def _collate(samples: List[Tuple[int, Any]], finish: Callable[[Any], Any]) -> Any:
+def _collate(samples: List[Tuple[int, Any]], finish: Callable[[Any], Any], way_out: str) -> Any:
     indices = [index for index, _ in samples]
-    return torch.from_numpy(np.array(indices)), finish(collated([sample for _, sample in samples], indices))
+    batch = collated([sample for _, sample in samples], indices, way_out=way_out)
+    return torch.from_numpy(np.array(indices)), finish(batch)
 
 
 def _with_short_errors(batches: Iterator[Item]) -> Iterator[Item]:

@@ -210,7 +210,12 @@ class SeededSamples:
         return sample, found
 
 
-def collated(samples: List[Any], indices: Sequence[int], name: str = "samples") -> Any:
+def way_out_of(data: Any) -> str:
+    """Return what to do about samples of a split that differ."""
+    return str(getattr(data, "way_out", _WAY_OUT))
+
+
+def collated(samples: List[Any], indices: Sequence[int], name: str = "samples", way_out: str = _WAY_OUT) -> Any:
     """Return the batch of samples, as torch's `default_collate`. ConfigError with their indices if they differ."""
     try:
         return default_collate(samples)
@@ -219,16 +224,16 @@ def collated(samples: List[Any], indices: Sequence[int], name: str = "samples") 
             difference = _difference(samples[0], sample)
             if difference:
                 what = f"{name} {indices[0]} and {index} cannot be combined to a batch"
-                raise ConfigError(f"{what}: {difference}; {_WAY_OUT}") from error
+                raise ConfigError(f"{what}: {difference}; {way_out}") from error
         raise
 
 
 class FixedShapes:
     """The shapes and types of the batches of a split: those of the first one, for which its program is compiled."""
 
-    def __init__(self, split: str, names: Optional[Sequence[str]]) -> None:
-        """`names`: of the tensors of a batch; None if they have none."""
-        self._split, self._names = split, names
+    def __init__(self, split: str, names: Optional[Sequence[str]], data: Any = None) -> None:
+        """`names`: of the tensors of a batch; None if they have none. `data`: the split."""
+        self._split, self._names, self._way_out = split, names, way_out_of(data)
         self._first: Optional[Tuple[int, Any]] = None  # its first sample, and its shapes
 
     def check(self, samples: np.ndarray, batch: Sequence[torch.Tensor]) -> None:
@@ -240,7 +245,7 @@ class FixedShapes:
         difference = _difference(self._first[1], found)
         if difference:
             what = f"{self._split} samples {self._first[0]} and {samples[0]} have different shapes or types"
-            raise ConfigError(f"{what}: {difference}; {_WAY_OUT}")
+            raise ConfigError(f"{what}: {difference}; {self._way_out}")
 
 
 def _difference(one: Any, other: Any) -> str:

@@ -14,7 +14,7 @@ from raypod.errors import ConfigError
 from raypod.training.data.arrays import fingerprint_of_bytes, fingerprint_of_values
 from raypod.training.data.collate import Collate, Collated, PadCollate
 from raypod.training.data.foreign import way_to_use
-from raypod.training.data.loading import NO_EPOCH, SeededSamples, collated
+from raypod.training.data.loading import NO_EPOCH, SeededSamples, collated, way_out_of
 from raypod.training.data.source import FIRST, Batch, Source
 
 _CHECKED_SAMPLES = 16  # of each split, evenly spaced
@@ -120,7 +120,7 @@ class SampleSource(Source):
             for index, sample in loaded.items():
                 self.check_sample(sample, f"{name} sample {index}")
             if loaded:
-                collated(list(loaded.values()), list(loaded), f"{name} samples")
+                collated(list(loaded.values()), list(loaded), f"{name} samples", way_out_of(split))
                 until_s = clock() + _SEARCH_S
                 for index in _random_order(len(split)):
                     if clock() >= until_s:
@@ -128,7 +128,7 @@ class SampleSource(Source):
                     pair = dict([next(iter(loaded.items()))])
                     with contextlib.suppress(Exception):
                         pair[index] = samples[NO_EPOCH, index][1]
-                    collated(list(pair.values()), list(pair), f"{name} samples")
+                    collated(list(pair.values()), list(pair), f"{name} samples", way_out_of(split))
 
     def check_sample(self, sample: Any, name: str = FIRST) -> None:
         """See `Source.check_sample`."""

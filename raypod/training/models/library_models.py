@@ -6,7 +6,9 @@ import dataclasses
 import warnings
 from typing import Any, Dict, NamedTuple, Optional, Tuple
 
+import torch
 from torch import nn
+from torch.func import functional_call
 
 from raypod.errors import ConfigError
 from raypod.plan import user_code
@@ -66,6 +68,39 @@ def check_torchvision(name: str) -> None:
         near = nearest(own, known, count=3)
         hint = f"; did you mean {' or '.join(TORCHVISION + each for each in near)}?" if near else ""
         raise ConfigError(f"--model {name}: torchvision has no such classifier{hint}")
+
+
+def check_size(network: nn.Module, name: str, channels: int, side: int) -> None:
+    """Raise ConfigError if a network cannot be computed for images [channels, side, side], and can for its own size.
+
+    On the meta device, which computes shapes only.
+    """
+    if name.startswith(TORCHVISION):
+        stated = int(_models().get_model_weights(_own(name)).DEFAULT.transforms().crop_size[0])
+    else:
+        stated = (getattr(network, "default_cfg", None) or {}).get("input_size", (0, 0, 0))[-1]
+    if side < stated:
+        failure = _failure(network, channels, side)
+        if failure and not _failure(network, channels, stated):
+            what = f"--model {name} cannot be computed for images of {side} x {side} pixels ({failure})"
+            raise ConfigError(f"{what}: use a larger --image-size; its own is {stated}")
+
+
+def _failure(network: nn.Module, channels: int, side: int) -> str:
+    """Return the error of a network for an image of a size, in one line; "" if there is none."""
+    tensors = (*network.named_parameters(), *network.named_buffers())
+    state = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors}
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
+    try:
+        with torch.no_grad():
+            functional_call(network, state, (torch.empty(1, channels, side, side, device="meta"),))
+    except RuntimeError as error:
+        return " ".join(str(error).split())
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return ""
 
 
 def preprocessing_of(config: Config) -> Optional[Preprocessing]:

@@ -49,6 +49,8 @@ def build_model(config: Config, channels: int, side: int, classes: int) -> nn.Mo
         ConfigError: the user's function cannot be used, or the network does not fit the images or `training.norm`.
     """
     network = _network(config, channels, side, classes)
+    if config.training.model.startswith((TIMM, TORCHVISION)):
+        library_models.check_size(network, config.training.model, channels, side)
     if config.training.norm != "batch":
         replace_batch_norms(network, config.training)
     return network

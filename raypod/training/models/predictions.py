@@ -88,6 +88,13 @@ def measured(task: Any, facts: TaskFacts, predictions: Mapping[str, np.ndarray])
     return values, task.prediction_details(_own(predictions))
 
 
+def most_probable(logits: torch.Tensor, names: Sequence[str], top: int) -> List[Dict[str, Any]]:
+    """Return `class`, `name` and `probability` of the most probable classes of a sample, of its logits [classes]."""
+    values, classes = torch.softmax(logits.float(), dim=0).topk(min(top, len(names)))
+    pairs = zip(classes.tolist(), values.tolist())
+    return [{"class": number, "name": names[number], "probability": value} for number, value in pairs]
+
+
 def _own(predictions: Mapping[str, np.ndarray]) -> Dict[str, np.ndarray]:
     """Return copies, which a task may change: arrays from other processes are read-only."""
     return {name: np.array(array) for name, array in predictions.items() if name != SAMPLE}

@@ -147,6 +147,8 @@ class TrainingStep(_Step):
             others = ", ".join(f"{name!r}: (numerator, denominator)" for name in self._metrics if name != "loss")
             form = f"return loss, {{{others}}}, where the loss is a 0-d tensor"
             raise self._error("training_outputs", f"returned {_shown(outputs)}; it must {form}")
+        # PopTorch's backward pass begins at the last marked loss, which need not be the sum that a task returns.
+        loss = poptorch.identity_loss(loss, reduction="none")
         ratios = {"loss": (loss.detach(), 1), **ratios}
         sums = torch.stack([_scalar(each, loss) for each in self._sums(ratios, "training_outputs")])
         if self.recent_results is not None:

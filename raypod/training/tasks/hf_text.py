@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -13,10 +13,12 @@ from raypod.errors import ConfigError
 from raypod.plan.config import Config
 from raypod.training.data import corpus
 from raypod.training.data.hf_folder import HfFolder
+from raypod.training.data.labelled_text import SEQUENCES, texts_in
 from raypod.training.data.samples import Arrays, SampleSource
 from raypod.training.data.source import Batch, Source
 from raypod.training.data.text import IGNORED, MaskedSource, TextSource, Windows
 from raypod.training.models import hf_models
+from raypod.training.models.predictions import most_probable
 from raypod.training.tasks.classification import classification_details
 from raypod.training.tasks.hf_facts import LabelledOptions, MaskedOptions, WindowOptions, examples_of, packed_text_of
 from raypod.training.tasks.language_facts import pieces_of
@@ -191,6 +193,14 @@ class HfSequenceClassification(_Labelled):
         """See `classification_details`."""
         labels, predicted, confidence = (predictions[name] for name in self.predictions)
         return classification_details(labels, predicted, confidence, self._classes)
+
+    def predict(self, network: Any, inputs: Sequence[str], top: int) -> Iterable[Dict[str, Any]]:
+        """See `Task.predict`: `inputs` are files of texts, which are tokenized as those of the training."""
+        for text in texts_in(SEQUENCES, inputs):
+            (encoded,) = self.folder.tokenizer().padded([text], self.options.sequence_length, self._padding())
+            ids, mask = (torch.tensor([each], dtype=torch.int32) for each in (encoded.ids, encoded.attention_mask))
+            logits = network(input_ids=ids, attention_mask=mask).logits[0]
+            yield {"text": text, "predictions": most_probable(logits, self._classes, top)}
 
 
 class HfTokenClassification(_Labelled):

@@ -25,6 +25,7 @@ from raypod.training.data.source import Batch, Source
 from raypod.training.data.transforms import activation_dtype, device_input
 from raypod.training.models import library_models
 from raypod.training.models.networks import build_model
+from raypod.training.models.predictions import most_probable
 from raypod.training.tasks.classification import (
     calibration_error,
     classification_details,
@@ -97,11 +98,6 @@ class ImageClassification(Task):
         if smoothing:
             of_all_classes = -functional.log_softmax(logits, dim=1).mean()
             loss = (1 - smoothing) * loss + smoothing * of_all_classes
-        if smoothing or words:
-            import poptorch  # planning builds the network without the SDK
-
-            # PopTorch's backward pass starts at a marked tensor; a torch loss as the last operator needs no mark.
-            loss = poptorch.identity_loss(loss, reduction="mean")
         return loss, {"accuracy": ((logits.argmax(dim=1) == labels).sum(), len(labels))}
 
     def _mixed_loss(self, logits: torch.Tensor, labels: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
@@ -186,12 +182,7 @@ class ImageClassification(Task):
         for path in image_files(inputs):
             labels = torch.zeros(1, dtype=torch.int64)
             images, _ = source.to_device_format((reader.read(path)[None], labels))
-            values, classes = functional.softmax(self.logits(network, images).float(), dim=1)[0].topk(
-                min(top, len(names))
-            )
-            pairs = zip(classes.tolist(), values.tolist())
-            found = [{"class": number, "name": names[number], "probability": value} for number, value in pairs]
-            yield {"image": str(path), "predictions": found}
+            yield {"image": str(path), "predictions": most_probable(self.logits(network, images)[0], names, top)}
 
 
 def _probability(classes: np.ndarray, probabilities: np.ndarray, label: int) -> Optional[float]:

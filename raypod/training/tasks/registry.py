@@ -145,12 +145,16 @@ def task_of(config: Config, pickled: bytes = b"") -> Task:
     """
     if pickled and config.task.name not in _registered:
         _registered[config.task.name] = cloudpickle.loads(pickled)
+    return kind_of(config)(config)
+
+
+def kind_of(config: Config) -> Type[Task]:
+    """Return the class of a config's task. Imports torch."""
     entry = _BY_NAME.get(config.task.name)
     if entry is None:
-        kind = _user_class(config.task.name)
-    else:
-        kind = getattr(importlib.import_module(entry.module), entry.name)
-    return kind(config)
+        return _user_class(config.task.name)
+    kind: Type[Task] = getattr(importlib.import_module(entry.module), entry.name)
+    return kind
 
 
 def task_of_plan(plan: Plan) -> Task:

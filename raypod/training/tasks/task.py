@@ -93,7 +93,7 @@ class Task(abc.ABC):
     def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
         """Return the loss (0-d) of a micro-batch, and numerator and denominator of each other metric.
 
-        The loss is the mean over the samples, and what a loss function of torch or `poptorch.identity_loss` returns.
+        The loss is the mean over the samples, of one or of several terms; the training marks it for PopTorch.
         Numerators and denominators are 0-d tensors or numbers.
 
         Args:

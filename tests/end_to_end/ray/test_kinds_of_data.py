@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import signal
+import tarfile
 from pathlib import Path
 from typing import Any, Callable, Dict
 
@@ -42,6 +44,9 @@ class Padded(Regression):
 class Parquet(Regression):
     def datasets(self):
         return tuple(raypod.from_parquet(f"tables/{split}.parquet", ["x", "y"]) for split in ("train", "test"))
+class Saved(Regression):
+    def datasets(self):
+        return tuple(raypod.from_hf(f"saved/{split}") for split in ("train", "test"))
 """
 Sections = Dict[str, Dict[str, Any]]
 
@@ -55,6 +60,25 @@ def images() -> Sections:
     packed = ["pack", str(image_folders.write(Path("images"))), "packed", "--shard-size", "1KB"]
     assert main(packed) == 0
     data = {"dataset": "imagefolder", "image_size": 16, "shuffle_window": 3, **at_url("packed")}
+    return {"data": data, "training": {"model": "tiny"}}
+
+
+def tars() -> Sections:
+    from PIL import Image
+
+    Path("tars").mkdir()
+    generator = np.random.default_rng(0)
+    for name, number in (("train-0", 24), ("train-1", 24), ("val-0", 6)):
+        with tarfile.open(f"tars/{name}.tar", "w") as tar:
+            for each in range(number):
+                picture = io.BytesIO()
+                Image.fromarray(generator.integers(0, 256, (20, 20, 3), dtype=np.uint8)).save(picture, "PNG")
+                for suffix, data in (("png", picture.getvalue()), ("cls", b"%d" % (each % 3))):
+                    member = tarfile.TarInfo(f"s{each}.{suffix}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    assert main(["pack", "tars", "packed"]) == 0
+    data = {"dataset": "imagefolder", "image_size": 16, "shuffle_window": 1, **at_url("packed")}
     return {"data": data, "training": {"model": "tiny"}}
 
 
@@ -78,10 +102,33 @@ def parquet() -> Sections:
     return {"task": {"name": "data_kinds:Parquet"}}
 
 
-def text(**options: Any) -> Sections:
+def saved() -> Sections:
+    """Write tables as `save_to_disk` of Hugging Face's datasets does."""
+    pa = pytest.importorskip("pyarrow", reason="needs the package pyarrow")
+    rows = np.random.default_rng(0).normal(size=(50, 6)).astype(np.float32)
+    for name, part in (("train", rows[:40]), ("test", rows[40:])):
+        folder = Path("saved", name)
+        folder.mkdir(parents=True)
+        table = pa.table({"x": list(part), "y": part[:, 0]})
+        with pa.OSFile(f"{folder}/data.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+        (folder / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    return {"task": {"name": "data_kinds:Saved"}}
+
+
+def write_text() -> str:
     Path("text").mkdir()
     for index in range(20):
         Path("text", f"{index}.txt").write_text("".join(f"{n} and {n + index}. " for n in range(1 + 7 * index % 12)))
+    return str(Path("text").resolve())
+
+
+def text_files() -> Sections:
+    return {"task": {"name": "language-model", "sequence_length": 16, "text": [write_text()]}}
+
+
+def text(**options: Any) -> Sections:
+    write_text()
     assert main(["pack", "--task", "language-model", "--text", "text", "packed"]) == 0
     task = {"name": "language-model", "sequence_length": 16, **options}
     return {"task": task, "data": at_url("packed")}
@@ -101,9 +148,12 @@ def hf(task: str) -> Callable[[], Sections]:
 
 KINDS: Dict[str, Callable[[], Sections]] = {
     "images": images,
+    "tars": tars,
     "samples": samples,
     "ragged": ragged,
     "parquet": parquet,
+    "saved": saved,
+    "text files": text_files,
     "text": text,
     "sequences": sequences,
     **{task: hf(task) for task in HF_TASKS},

@@ -10,6 +10,7 @@ from typing import List
 import pytest
 
 from raypod.__main__ import main
+from raypod.observe.report import compare
 from raypod.observe.report.results import differing_settings, results_of
 from tests.support.run_folders import update_record, write_lines, write_run
 
@@ -49,6 +50,21 @@ def test_the_table_has_the_settings_that_differ_and_the_results(
     assert table["test accuracy, best"] == ["80 (update 20)", "82 (update 2)"]
     assert table["test f1, best"] == ["-", "0.4 (update 1)"]
     assert table["test f1, last"] == ["-", "0.3"]
+
+
+def test_a_terminal_gets_as_many_tables_as_the_runs_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = two_runs(tmp_path)
+    monkeypatch.setattr(compare, "width_of", lambda stream: 48)
+    assert main(["compare", *runs]) == 0
+    tables = [table.splitlines() for table in capsys.readouterr().out.split("\n\n")]
+    assert [table[0].split() for table in tables] == [["a"], ["b"]]
+    assert len(tables[0]) == len(tables[1]) > 5
+    assert max(len(line) for table in tables for line in table) <= 48
+    monkeypatch.setattr(compare, "width_of", lambda stream: 100)
+    assert main(["compare", *runs]) == 0
+    assert "\n\n" not in capsys.readouterr().out
 
 
 def test_more_than_five_runs_have_the_command_of_their_parallel_coordinates(

@@ -183,6 +183,23 @@ def test_a_click_on_a_head_sorts_the_runs(tmp_path: Path, tab: Page) -> None:
     assert click("duration") == ["run-0", "run-1"], "what is unknown is last"
 
 
+def test_a_table_of_runs_with_many_metrics_fits_and_names_what_all_runs_share(tmp_path: Path, tab: Page) -> None:
+    names = ["bce", "mae", "f1", "auc", "precision_at_5", "recall"]
+    for number in range(3):
+        write_run(tmp_path / f"k{number}-h8-lr0.01")
+        values = dict.fromkeys(names, 0.5 + 0.1234 * number)
+        tests = [{"samples": 9, "loss": 1.0, **values, "update": update, "epoch": 1} for update in (20, 40)]
+        write_lines(tmp_path / f"k{number}-h8-lr0.01" / "evaluations.jsonl", tests)
+    opened(tab, page.render([data_of(folder) for folder in sorted(tmp_path.iterdir())]), tmp_path)
+    assert tab.run("[...document.querySelectorAll('#overview .scroll')].every((e) => e.scrollWidth <= e.clientWidth)")
+    heads = tab.run("document.querySelector('#overview .sortable thead').innerText")
+    note = tab.run("document.querySelector('#overview .note').innerText")
+    assert "recall, evaluation" in heads
+    assert "lost instances" not in heads
+    assert note.startswith("The same in all runs: updates")
+    assert "; lost instances 1; " in note
+
+
 @pytest.mark.parametrize("tab", [{"width": 380}, {"width": 1280}], indirect=True)
 def test_more_than_five_runs_have_parallel_coordinates(tmp_path: Path, tab: Page) -> None:
     runs = []

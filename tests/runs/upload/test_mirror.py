@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List
 import pytest
 
 from raypod.errors import LeaseLost
-from raypod.events import CheckpointSaved, PhaseBegun, RunStarted
+from raypod.events import CheckpointSaved, PhaseBegun, UpdateDone
 from raypod.plan.plan import Plan
 from raypod.runs.upload import mirror as mirror_module
 from raypod.runs.upload import mirror_record
@@ -19,7 +19,7 @@ from raypod.system import companion
 from raypod.system.companion import NOT_AGAIN, write_state
 from tests.support.companions import FakeProcesses
 
-STARTED = RunStarted("emulated", "", 0, 1, (), 1, ())
+TRAINS = UpdateDone(1, 1, {"loss": 1.0}, 8, 1.0, 1.0)
 IDLE = PhaseBegun("training", 0)
 
 
@@ -38,7 +38,7 @@ class Mirrored(FakeProcesses):
 
     def __enter__(self) -> Mirrored:
         self.mirror.__enter__()
-        self.mirror.on_event(STARTED)
+        self.mirror.on_event(TRAINS)
         return self
 
     def __exit__(self, *arguments: Any) -> None:
@@ -139,7 +139,7 @@ def test_the_end_of_an_earlier_process_of_the_run_hides_nothing(mirrored: Make) 
 
 def test_a_run_that_another_process_has_taken_over_is_left_at_once(mirrored: Make) -> None:
     run = mirrored()
-    run.mirror.on_event(STARTED)
+    run.mirror.on_event(TRAINS)
     run.mirror.__exit__(LeaseLost, LeaseLost("run", "pid 7"), None)
     assert (run.now_s, run.warnings, run.stored()) == (50.0, [], {})
     assert run.started[0].stdin.closed

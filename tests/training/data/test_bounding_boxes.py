@@ -16,6 +16,7 @@ from raypod.plan.compatibility import check_compatible
 from raypod.plan.resolve import from_values
 from raypod.training import data as datasets
 from raypod.training.checkpoint import resume
+from raypod.training.checkpoint.format import Checkpoint
 from raypod.training.data import image_decoders, packing
 from raypod.training.data.bounding_boxes import WHOLE, boxes_of, is_covered
 from raypod.training.data.loading import SeededSamples
@@ -118,6 +119,8 @@ def test_a_resumed_run_needs_the_same_boxes(folder: Path, make: Any) -> None:
         for name in (None, str(file), str(moved))
     ]
     manifest = resume.manifest_of(plans[1], 1, 0, given, {})
+    with pytest.raises(ConfigError, match=f"--bounding-boxes {moved} has other boxes than those of the run"):
+        resume.check_data(plans[2], Checkpoint(folder, manifest), changed)
     assert resume.difference_to(plans[2], manifest, []) is None
     assert "its data.bounding_boxes is a file and this run's is None" in str(
         resume.difference_to(plans[0], manifest, [])

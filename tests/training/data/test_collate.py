@@ -205,6 +205,22 @@ def test_a_rare_sample_of_another_length_is_found_before_the_run() -> None:
         SampleSource("t", (Rare(), None), 0).check_batches(0, clock=lambda: 0.0)
 
 
+@pytest.mark.parametrize(
+    ("collate", "words"),
+    [
+        (lambda samples: {"x": samples[0]["x"][None]}, r"\[9\]; the task's `collate` must return the same shapes and"),
+        (
+            raypod.pad_collate(9, fields=()),
+            "for all samples: its pad_collate pads the first dimension of the entries in `fi",
+        ),
+    ],
+)
+def test_samples_that_differ_after_collate_are_its_mistake(collate: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as raised:
+        SampleSource("t", (Rare(), None), 0, 0, collate).check_batches(0, clock=lambda: 0.0)
+    assert "raypod.pad_collate(64" not in str(raised.value)
+
+
 def test_the_search_for_odd_samples_has_a_limit() -> None:
     ticks = iter(range(100))
     split = Rare()

@@ -150,6 +150,12 @@ def test_a_classifier_of_torchvision_fits_the_images(name: str, side: int) -> No
     planned(f"torchvision:{name}")
 
 
+def test_images_that_are_too_small_for_a_classifier_name_its_size() -> None:
+    words = r"inception_v3 cannot be computed for images of 32 x 32 pixels \(.*size.*--image-size; its own is 299"
+    with pytest.raises(ConfigError, match=words):
+        build(3, 32, 7, model="torchvision:inception_v3")
+
+
 def test_the_images_of_a_classifier_of_torchvision_are_prepared_as_those_of_its_weights() -> None:
     values = {"data": {"dataset": "synthetic", "samples": 16}, "training": {"model": "torchvision:inception_v3"}}
     task = task_of(from_values(values))

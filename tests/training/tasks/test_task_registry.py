@@ -62,6 +62,13 @@ class LossOnly(Task):
 class LossOfSamples(Task):
     def training_outputs(self, network, x):
         return nn.functional.mse_loss(network(x), x[:, :1], reduction="none"), {"size": (1, 1)}
+class OwnLoss(Task):
+    def training_outputs(self, network, x):
+        return (network(x) - x[:, :1]).square().mean(), {"size": (1, 1)}
+class Penalized(OwnLoss):
+    def training_outputs(self, network, x):
+        loss = nn.functional.mse_loss(network(x), x[:, :1]) + nn.functional.l1_loss(network(x), x[:, :1])
+        return loss + 10 * network.weight.abs().sum(), {"size": (network.weight.abs().sum(), 1)}
 class Lasso(Task):
     def penalty(self, network):
         return sum(each.abs().sum() for each in network.parameters()) + network.weight.square().sum()
@@ -246,7 +253,16 @@ def test_wrong_outputs_name_the_method_before_the_first_update(
     line = 2 + MODULE.split("\n").index(f"class {task}(Task):")  # of the method
     words = words.replace("LINE", str(line))
     assert words in capsys.readouterr().err
-    assert task in ("NoMetric", "LossOnly", "LossOfSamples") or not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("task", ["OwnLoss", "Penalized"])
+def test_the_loss_that_a_task_returns_is_trained_without_a_mark(task: str, tmp_path: Path) -> None:
+    flags = ["--num-instances", "1", "--replicas", "2", "--learning-rate", "0.01", "--run-dir", "run"]
+    assert run(task, *flags, "--updates", "24", "--lr-schedule", "constant") == 0
+    first, *_, last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert last["loss"] < 0.8 * first["loss"]
+    assert task == "OwnLoss" or last["size"] < 0.8 * first["size"]
 
 
 def test_a_model_with_other_outputs_than_classes_is_an_error_in_the_first_call(

@@ -33,7 +33,7 @@ function parallelOption(axes, width) {
     const isLog = isNumeric && Math.min(...known) > 0 && Math.max(...known) >= 100 * Math.min(...known);
     const data = isNumeric ? null : [...new Set(axis.values.map(settingText))].sort((one, other) => compared(one, other, false));
     return axisStyle({
-      dim, name: axis.name, type: isNumeric ? (isLog ? "log" : "value") : "category", ...(data ? { data } : { scale: true }), nameGap: isDown ? 8 : 14,
+      dim, name: axis.name, splitNumber: isDown ? 3 : 5, type: isNumeric ? (isLog ? "log" : "value") : "category", ...(data ? { data } : { scale: true }), nameGap: isDown ? 8 : 14,
       nameLocation: isDown ? "start" : "end", nameTruncate: { maxWidth: isDown ? 110 : room - 6, ellipsis: "…" }, nameTextStyle: { color: axis.isResult ? css("--text") : muted, fontSize: 11, fontWeight: axis.isResult ? "bold" : "normal" },
       axisLabel: { color: muted, fontSize: 10, hideOverlap: true, ...(isNumeric ? { formatter: short } : { width: room - 14, overflow: "truncate" }) },
       areaSelectStyle: { width: 16, color: css("--accent"), opacity: 0.25, borderColor: css("--accent") },

@@ -1,6 +1,8 @@
 // The overview, the settings with the differences between runs, and the versions.
 const STATES = { done: "good", running: "good", starting: "good", failed: "bad", died: "bad", interrupted: "warn", preempted: "warn", unknown: "warn" };
 
+const FEW_COLUMNS = 13;  // of facts, which fit side by side; of more, those that all runs share are a note
+
 function stateOf(run) {
   return h("span", { class: `state ${STATES[run.state] || "warn"}` }, run.state);
 }
@@ -45,11 +47,14 @@ function overview() {
     ];
   }
   const facts = runs.map((run) => new Map(factsOf(run).map(([name, text, key]) => [name, { text, key }])));
-  const names = [...new Set(facts.flatMap((each) => [...each.keys()]))];
-  const rows = runs.map((run, index) => [h("span", { class: "name" }, swatch(runColour(run)), runName(run)), stateOf(run), ...names.map((name) => (facts[index].get(name) || { text: "–" }).text)]);
+  const all = [...new Set(facts.flatMap((each) => [...each.keys()]))], textOf = (each, name) => (each.get(name) || { text: "–" }).text;
+  const same = all.length > FEW_COLUMNS ? all.filter((name) => facts.every((each) => textOf(each, name) === textOf(facts[0], name))) : [];
+  const names = all.filter((name) => !same.includes(name));
+  const rows = runs.map((run, index) => [h("span", { class: "name" }, swatch(runColour(run)), runName(run)), stateOf(run), ...names.map((name) => textOf(facts[index], name))]);
   const keys = runs.map((run, index) => [runName(run), run.state, ...names.map((name) => (facts[index].get(name) || { key: null }).key)]);
-  const list = sortableTable("runs", ["run", "state", ...names], rows, keys, { class: "numbers" });
-  return [parallelOf(), h("div", { class: "scroll" }, comparison()), h("div", { class: "scroll" }, list), runs.map(message)];
+  const list = sortableTable("runs", ["run", "state", ...names], rows, keys, { class: names.length > FEW_COLUMNS ? "numbers many" : "numbers" });
+  const note = same.length ? h("p", { class: "note" }, `The same in all runs: ${same.map((name) => `${name} ${textOf(facts[0], name)}`).join("; ")}.`) : null;
+  return [parallelOf(), h("div", { class: "scroll" }, comparison()), h("div", { class: "scroll" }, list), note, runs.map(message)];
 }
 
 // What `raypod compare` prints: the settings that differ, and the best and last value of each metric.

@@ -210,3 +210,38 @@ def _weights(path: Path) -> Dict[str, torch.Tensor]:
 
     found: Dict[str, torch.Tensor] = load_file(str(path / "model.safetensors"))
     return found
+
+
+def test_a_classifier_of_texts_predicts_those_of_files(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    given = options("hf-sequence-classification", tmp_path)
+    run = train_inline(tmp_path / "run", *flags({**given, "batch_size": 4, "replicas": 1, "updates": 2}))
+    lines = Path(given["examples"]).read_text().splitlines()[:3]
+    texts = [json.loads(line)["text"] for line in lines]
+    contents = {"jsonl": "\n".join(lines), "txt": "\n".join(texts), "csv": "\n".join(["text", *texts])}
+    found = []
+    for suffix, content in contents.items():
+        path = tmp_path / f"texts.{suffix}"
+        path.write_text(content)
+        capsys.readouterr()
+        assert main(["predict", str(run), str(path), "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1] == found[2]
+    assert [each["text"] for each in found[0]] == texts
+    assert all(sum(each["probability"] for each in record["predictions"]) == pytest.approx(1) for record in found[0])
+    (tmp_path / "texts.csv").write_text("words\nw1\n")
+    for words, message in (
+        ([str(tmp_path / "texts.csv")], "texts.csv, line 2 has no text; it has words"),
+        (["w1 w2"], "w1 w2 does not exist"),
+        (["--prompt", "w1"], "generates no text: it implements no `generate`; name files in place of --prompt"),
+    ):
+        assert main(["predict", str(run), *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_task_without_predictions_of_files_is_refused_before_it_is_loaded(tmp_path: Path, capsys: Any) -> None:
+    given = options("hf-token-classification", tmp_path)
+    run = train_inline(tmp_path / "run", *flags({**given, "batch_size": 4, "replicas": 1, "updates": 1}))
+    Path(given["examples"]).unlink()
+    assert main(["predict", str(run), "texts.txt"]) == 2
+    words = "has no predictions of files: it implements no `predict`; raypod export RUN --format hf writes a folder"
+    assert words in capsys.readouterr().err
