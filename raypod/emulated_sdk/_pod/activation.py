@@ -17,6 +17,7 @@ GENERATION, TIMEOUT_S = "EMULATED_POD_GENERATION", "EMULATED_POD_TIMEOUT_S"
 HOROVOD = "EMULATED_POD_HOROVOD"
 STRICT = "EMULATED_POD_STRICT"
 MEMORY_FORMAT = "EMULATED_POD_MEMORY_FORMAT"
+COMPILE = "EMULATED_POD_COMPILE"
 CALL_S, LOAD_S = "EMULATED_POD_CALL_S", "EMULATED_POD_LOAD_S"
 REPLICAS_AT_A_TIME, REPLICA_CPUS = "EMULATED_POD_REPLICAS_AT_A_TIME", "EMULATED_POD_REPLICA_CPUS"
 IPUS = "EMULATED_POD_IPUS"
@@ -58,6 +59,11 @@ def requests_memory_format() -> bool:
     return os.environ.get(MEMORY_FORMAT, "auto") not in ("", "auto")
 
 
+def requests_compilation() -> bool:
+    """Return whether the environment requests that torch.compile compiles training programs."""
+    return os.environ.get(COMPILE, "0") not in ("", "0")
+
+
 def holds_interpreter_lock() -> bool:
     """Return whether the emulation holds the interpreter lock in a call or a load, as the Poplar SDK always does."""
     return any(os.environ.get(name, "0") not in ("", "0") for name in (CALL_S, LOAD_S))
@@ -67,6 +73,7 @@ def settings(
     *,
     strict: Optional[bool] = None,
     memory_format: Optional[str] = None,
+    compiled: Optional[bool] = None,
     timeout_s: Optional[float] = None,
     emulated_horovod: bool = False,
     replicas_at_a_time: Optional[int] = None,
@@ -79,6 +86,7 @@ def settings(
     Args:
         strict: what an IPU rejects is an error.
         memory_format: `auto`, `contiguous` or `channels_last`.
+        compiled: torch.compile compiles training programs.
         timeout_s: of every wait for another process.
         emulated_horovod: ignore an installed Horovod.
         replicas_at_a_time: how many replicas of a process compute at the same time.
@@ -90,6 +98,7 @@ def settings(
     values = {
         STRICT: None if strict is None else int(strict),
         MEMORY_FORMAT: memory_format,
+        COMPILE: None if compiled is None else int(compiled),
         TIMEOUT_S: timeout_s,
         HOROVOD: "emulated" if emulated_horovod else None,
         REPLICAS_AT_A_TIME: replicas_at_a_time,
