@@ -35,8 +35,12 @@ def is_requested() -> bool:
     return value == "1"
 
 
-def check(traced: Trace, anchored: Sequence[str]) -> None:
-    """Raise Error if this host, or a program with this trace and these anchored tensors, cannot compile."""
+def checked_loss(traced: Trace, anchored: Sequence[str]) -> int:
+    """Return the index of the output that is the final loss.
+
+    Raises:
+        Error: this host, or a program with this trace and these anchored tensors, cannot compile.
+    """
     if tuple(map(int, torch.__version__.split(".")[:2])) < _FIRST_VERSION:
         raise Error(f"{COMPILE}=1 needs torch 2.1 or later, and this is {torch.__version__}")
     compiler = os.environ.get("CXX") or "g++"
@@ -52,6 +56,8 @@ def check(traced: Trace, anchored: Sequence[str]) -> None:
     for words, is_found in obstacles.items():
         if is_found:
             raise Error(f"{COMPILE}=1: forward {words}, which the compiled program cannot do. Unset the variable")
+    assert traced.loss_output is not None, "the forward is plain"
+    return traced.loss_output
 
 
 class CompiledForward:
@@ -61,13 +67,17 @@ class CompiledForward:
         scratch: a replica that the tracing and the first forward and backward pass may change.
         arguments: the compiled arguments.
         inputs: those of a micro-batch.
+        loss_output: the index of the output that is the final loss.
     """
 
-    def __init__(self, scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.Tensor], loss_output: int
+    ) -> None:
         _use_own_cache()
         from torch import _inductor  # only here: a second of imports
         from torch.fx.experimental.proxy_tensor import make_fx
 
+        _inductor.config.compile_threads = 1  # no processes besides the program's
         self._names = list(_state(scratch))
 
         def forward(*tensors: torch.Tensor) -> List[torch.Tensor]:
@@ -80,8 +90,9 @@ class CompiledForward:
         try:
             graph = make_fx(forward, pre_dispatch=True)(*tensors)
             self._run: Callable[..., Sequence[torch.Tensor]] = _inductor.compile(graph, tensors)
-            # Here, as torch compiles the backward pass when it first runs.
-            next(each for each in self._run(*tensors) if each.requires_grad).sum().backward()
+            loss = self._run(*tensors)[loss_output]
+            if loss.requires_grad:  # torch compiles the backward pass when it first runs
+                torch.autograd.backward(loss)
         except RuntimeError as error:
             reason = next(line for line in (*str(error).splitlines(), type(error).__name__) if line.strip())
             raise Error(f"{COMPILE}=1: torch cannot compile forward: {reason.strip()}") from error

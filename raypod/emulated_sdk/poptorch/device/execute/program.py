@@ -109,10 +109,10 @@ class Program:
         self._anchors = anchors_of(options, self.tensor_names)
         anchored = [anchor.name for anchor in self._anchors]
         compiled = None
-        if self.is_training and inductor.is_requested():
-            inductor.check(self.traced, anchored)
+        if self.is_training and inductor.is_requested() and not is_inspection():
+            loss_output = inductor.checked_loss(self.traced, anchored)
             example_inputs = self._synthetic or arguments.example_inputs
-            compiled = inductor.CompiledForward(self.memory.scratch(), arguments, example_inputs)
+            compiled = inductor.CompiledForward(self.memory.scratch(), arguments, example_inputs, loss_output)
         elif self.memory.channels_last and self.traced.is_plain:
             for memory in self.memory.replicas:
                 convolution.specialize(memory.module)
