@@ -12,7 +12,6 @@ import torch
 from poptorch.device.compile import inductor
 from torch import nn
 
-from raypod.system.emulated import activation
 from tests.support.poptorch_models import options, seeded, wrapped
 from tests.support.ranks import run_ranks
 
@@ -117,9 +116,3 @@ def test_compiled_code_is_not_in_a_folder_that_others_can_write_to(monkeypatch, 
     folder.chmod(0o777)
     with pytest.raises(poptorch.Error, match="writable by other users"):
         inductor._use_own_cache()
-
-
-def test_instances_get_the_setting_of_the_command(monkeypatch):
-    for value, expected in (("1", "1"), ("0", "0"), ("", "0")):
-        monkeypatch.setenv(VARIABLE, value)
-        assert activation.settings(compiled=activation.requests_compilation())[VARIABLE] == expected

@@ -73,7 +73,6 @@ def settings(
     *,
     strict: Optional[bool] = None,
     memory_format: Optional[str] = None,
-    compiled: Optional[bool] = None,
     timeout_s: Optional[float] = None,
     emulated_horovod: bool = False,
     replicas_at_a_time: Optional[int] = None,
@@ -86,7 +85,6 @@ def settings(
     Args:
         strict: what an IPU rejects is an error.
         memory_format: `auto`, `contiguous` or `channels_last`.
-        compiled: torch.compile compiles training programs.
         timeout_s: of every wait for another process.
         emulated_horovod: ignore an installed Horovod.
         replicas_at_a_time: how many replicas of a process compute at the same time.
@@ -98,7 +96,6 @@ def settings(
     values = {
         STRICT: None if strict is None else int(strict),
         MEMORY_FORMAT: memory_format,
-        COMPILE: None if compiled is None else int(compiled),
         TIMEOUT_S: timeout_s,
         HOROVOD: "emulated" if emulated_horovod else None,
         REPLICAS_AT_A_TIME: replicas_at_a_time,

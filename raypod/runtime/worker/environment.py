@@ -31,9 +31,8 @@ def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") 
     of_sdk = activation.settings(
         strict=plan.config.run.strict,
         memory_format=plan.config.training.memory_format,
-        compiled=activation.requests_compilation(),
         # Host collectives and gradient exchanges use the coordinator's timeout.
         timeout_s=plan.config.run.report_timeout_s,
         emulated_horovod=plan.config.run.collectives == "gloo",
     )
-    return {**env, **of_sdk}
+    return {**env, **of_sdk, activation.COMPILE: str(int(activation.requests_compilation()))}
