@@ -89,7 +89,7 @@ class CompiledForward:
         tensors = [*_state(scratch).values(), *map(to_device, inputs)]
         try:
             graph = make_fx(forward, pre_dispatch=True)(*tensors)
-            self._run: Callable[..., Sequence[torch.Tensor]] = _inductor.compile(graph, tensors)
+            self._run: Callable[..., Sequence[torch.Tensor]] = _inductor.compile(graph, list(tensors))
             loss = self._run(*tensors)[loss_output]
             if loss.requires_grad:  # torch compiles the backward pass when it first runs
                 torch.autograd.backward(loss)
