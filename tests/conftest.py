@@ -43,6 +43,7 @@ TESTS = Path(__file__).resolve().parent
 # Set by pytest, by importing poptorch, by torch's compiler, which torch's own optimizers import, by Ray Tune.
 SET_BY_AN_IMPORT = {
     *("PYTEST_CURRENT_TEST", "RDMAV_FORK_SAFE", "TORCHINDUCTOR_CACHE_DIR"),
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "CRC32C_SW_MODE"),
 }
 

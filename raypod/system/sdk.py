@@ -120,6 +120,8 @@ def _without_effect() -> str:
     flags = ["--strict"] if activation.is_strict() else []
     if activation.requests_memory_format():
         flags.append("--memory-format")
+    if activation.requests_compilation():
+        flags.append(activation.COMPILE)
     return f", on which {' and '.join(flags)} ha{'s' if len(flags) == 1 else 've'} no effect" if flags else ""
 
 

@@ -17,6 +17,7 @@ GENERATION, TIMEOUT_S = "EMULATED_POD_GENERATION", "EMULATED_POD_TIMEOUT_S"
 HOROVOD = "EMULATED_POD_HOROVOD"
 STRICT = "EMULATED_POD_STRICT"
 MEMORY_FORMAT = "EMULATED_POD_MEMORY_FORMAT"
+COMPILE = "EMULATED_POD_COMPILE"
 CALL_S, LOAD_S = "EMULATED_POD_CALL_S", "EMULATED_POD_LOAD_S"
 REPLICAS_AT_A_TIME, REPLICA_CPUS = "EMULATED_POD_REPLICAS_AT_A_TIME", "EMULATED_POD_REPLICA_CPUS"
 IPUS = "EMULATED_POD_IPUS"
@@ -56,6 +57,11 @@ def is_strict() -> bool:
 def requests_memory_format() -> bool:
     """Return whether the environment sets the memory format of convolutions."""
     return os.environ.get(MEMORY_FORMAT, "auto") not in ("", "auto")
+
+
+def requests_compilation() -> bool:
+    """Return whether the environment requests that torch.compile compiles training programs."""
+    return os.environ.get(COMPILE, "0") not in ("", "0")
 
 
 def holds_interpreter_lock() -> bool:

@@ -35,4 +35,4 @@ def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") 
         timeout_s=plan.config.run.report_timeout_s,
         emulated_horovod=plan.config.run.collectives == "gloo",
     )
-    return {**env, **of_sdk}
+    return {**env, **of_sdk, activation.COMPILE: str(int(activation.requests_compilation()))}

@@ -18,6 +18,7 @@ from raypod.plan.learning_rate import DEPEND_ON_LENGTH
 from raypod.plan.metric import EpochSums
 from raypod.plan.plan import Plan
 from raypod.system.command_line import counted
+from raypod.system.emulated import activation
 from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.format import Checkpoint, Manifest
 
@@ -46,6 +47,7 @@ _WITHOUT_EFFECT = {
     "training.execution",
 }
 MEMORY_FORMAT = "training.memory_format"
+COMPILED = "emulated.compiled"  # by torch.compile
 LENGTH, FINGERPRINT = "total_updates", "data_fingerprint"
 # With other values the state still fits and every position still means the same sample; the run can be resumed, but
 # computes other weights than an uninterrupted run.
@@ -62,6 +64,7 @@ _SAFE_TO_CHANGE = {
     "training.lr_frequency",
     "training.label_smoothing",
     MEMORY_FORMAT,
+    COMPILED,
     "training.warmup_updates",
     "training.momentum",
     "training.weight_decay",
@@ -257,6 +260,7 @@ def settings_of(plan: Plan) -> Dict[str, Any]:
     ipu = {**config.ipu.model_dump(mode="json"), **ipu_options.numerics_of(config)}
     settings.update({f"ipu.{key}": ipu[key] for key in ipu_options.CHANGE_RESULTS})
     settings["pod.threads_per_replica"] = config.pod.threads_per_replica
+    settings[COMPILED] = activation.requests_compilation()
     schedule = config.training.lr_schedule
     settings[LENGTH] = plan.total_updates if schedule in DEPEND_ON_LENGTH or ":" in schedule else None
     return settings
@@ -267,6 +271,7 @@ def first_difference(manifest: Manifest, settings: Dict[str, Any], allowed: List
     sections = Config().model_dump(mode="json").items()
     defaults = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
     defaults.update({f"ipu.{key}": value for key, value in ipu_options.SDK_NUMERICS.items()})
+    defaults[COMPILED] = False
     for name, ours in settings.items():
         theirs = manifest.settings.get(name, defaults.get(name))
         if name == MEMORY_FORMAT:

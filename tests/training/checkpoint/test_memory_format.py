@@ -72,3 +72,10 @@ def test_a_resumed_run_has_the_bits_of_one_without_interruption(
     assert weights_of(run(resume.in_recorded_format(second, manifest))) == whole
     other = {"training": {"memory_format": "contiguous" if name == "auto" else "channels_last"}}
     assert weights_of(run(plan_of("other", UPDATES, **other))) != whole, "both formats compute the same bits here"
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", "1"), ("0", "0"), ("", "0")])
+def test_instances_compile_as_the_command_requests(make, monkeypatch, value, expected):
+    monkeypatch.setenv("EMULATED_POD_COMPILE", value)
+    plan = make()
+    assert instance_environment(plan, plan.placement.instances[0])["EMULATED_POD_COMPILE"] == expected

@@ -223,6 +223,14 @@ def test_the_placement_may_differ_and_safe_settings_if_resume_anyway_names_them(
         find(make, path, run={"resume_anyway": "replicas"}, pod={"replicas": 8})
 
 
+def test_a_run_that_torch_compiled_is_not_resumed_without(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(make(), 44).path
+    monkeypatch.setenv("EMULATED_POD_COMPILE", "1")
+    with pytest.raises(ConfigError, match="compiled is False and this run's is True; --resume-anyway compiled"):
+        find(make, path)
+    assert find(make, path, run={"resume_anyway": "compiled"}).checkpoint.update == 44
+
+
 def test_a_run_without_a_checkpoint_starts_again(make: Make) -> None:
     plan = make()
     assert resume.way_to_continue(plan.run_dir) == f"start the command again: {plan.run_dir} has no checkpoint"

@@ -10,6 +10,7 @@ import torch
 from _pod.telemetry import is_inspection
 
 from poptorch.custom_operators.exchange import ReplicaExchange
+from poptorch.device.compile import inductor
 from poptorch.device.compile.anchors import FINAL_LOSS_SCALE, anchors_of, check_output_period
 from poptorch.device.compile.arguments import Arguments, BatchLayout, synthetic_inputs
 from poptorch.device.compile.compilation import (
@@ -107,7 +108,12 @@ class Program:
         self.tensor_names = (*self.traced.tensor_names, *([FINAL_LOSS_SCALE] if adapts_loss_scaling else []))
         self._anchors = anchors_of(options, self.tensor_names)
         anchored = [anchor.name for anchor in self._anchors]
-        if self.memory.channels_last and self.traced.is_plain:
+        compiled = None
+        if self.is_training and inductor.is_requested() and not is_inspection():
+            loss_output = inductor.checked_loss(self.traced, anchored)
+            example_inputs = self._synthetic or arguments.example_inputs
+            compiled = inductor.CompiledForward(self.memory.scratch(), arguments, example_inputs, loss_output)
+        elif self.memory.channels_last and self.traced.is_plain:
             for memory in self.memory.replicas:
                 convolution.specialize(memory.module)
         self._replicas = [
@@ -118,6 +124,7 @@ class Program:
                 placement.first_replica + index,
                 anchored,
                 rounds_stochastically(options),
+                compiled,
             )
             for index, memory in enumerate(self.memory.replicas)
         ]

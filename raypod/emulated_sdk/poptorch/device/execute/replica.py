@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from _pod import telemetry
@@ -19,13 +19,14 @@ from torch.overrides import _get_current_function_mode_stack
 from poptorch.device.compile.anchors import AnchorRecorder
 from poptorch.device.compile.arguments import Arguments
 from poptorch.device.compile.compilation import Trace
+from poptorch.device.compile.inductor import CompiledForward
 from poptorch.device.compile.memory import ReplicaMemory
 from poptorch.device.kernels.half import HalfMode
 from poptorch.device.kernels.numerics import device_random, mixed_seed
 from poptorch.device_mode import DeviceMode, OnDevice, to_device
 from poptorch.errors import Error
 from poptorch.python_state import ReplicaObjects
-from poptorch.pytree import flatten
+from poptorch.pytree import TreeSpec, flatten
 
 _ON_DEVICE = OnDevice()
 _NO_CONTEXT: ContextManager[Any] = contextlib.nullcontext()
@@ -48,6 +49,7 @@ class Replica:
         index: the global index of the replica.
         anchored: the names of the anchored tensors.
         is_stochastic: round to half stochastically.
+        compiled: runs in place of the module.
 
     Attributes:
         anchor_recorder: records the anchored tensors; None if there are none.
@@ -63,6 +65,7 @@ class Replica:
         index: int,
         anchored: Sequence[str],
         is_stochastic: bool,
+        compiled: Optional[CompiledForward],
     ) -> None:
         self.memory = memory
         self.anchor_recorder = AnchorRecorder(memory.module, anchored) if anchored else None
@@ -70,6 +73,7 @@ class Replica:
         self.micro_batches = 0
         self.seed = 0
         self._arguments = arguments
+        self._compiled = None if compiled is None else compiled.of(memory)
         self._index = index
         self._traced = traced
         originals = memory.originals if traced.uses_originals else None
@@ -90,11 +94,10 @@ class Replica:
         self.inputs_complete_s = time.perf_counter()
         if self.anchor_recorder is not None:
             self.anchor_recorder.begin(self._arguments.spec.names, on_device)
-        args, kwargs = self._arguments.unflatten(on_device)
         self._restore_constants()
         try:
             with self._objects.shared, self._random(self._traced.draws), self._mode or _ON_DEVICE:
-                tensors, structure = flatten(self.memory.module(*args, **kwargs))
+                tensors, structure = self._outputs(on_device)
         finally:
             self._objects.restore()
         self.micro_batches += 1
@@ -102,6 +105,12 @@ class Replica:
         if structure != self._traced.structure:
             raise Error(f"forward returned {structure}, but {self._traced.structure} when it was compiled")
         return Forward([self._detached(tensor) for tensor in tensors], self._loss(tensors))
+
+    def _outputs(self, inputs: List[torch.Tensor]) -> Tuple[List[torch.Tensor], TreeSpec]:
+        if self._compiled is not None:
+            return self._compiled(inputs), self._traced.structure
+        args, kwargs = self._arguments.unflatten(inputs)
+        return flatten(self.memory.module(*args, **kwargs))
 
     def end_micro_batch(self) -> None:
         """Release the graph of buffers that forward has updated: a buffer is state, not a part of the next graph."""
