@@ -210,8 +210,9 @@ def disk(args: argparse.Namespace) -> None:
         for number in range(args.rounds):
             for name, url in urls.items():
                 words = [url, f"{folder}/cache-{name}-{number}", str(args.window), "0", "--limit", str(2 * args.images)]
-                command = [sys.executable, __file__, "read", *words, "--cache-size", f"{half // 1000}KB", "--epochs", "2"]
-                count, seconds, _ = json.loads(run(command).strip().splitlines()[-1])
+                words += ["--cache-size", f"{half // 1000}KB", "--epochs", "2"]
+                done = run([sys.executable, __file__, "read", *words])
+                count, seconds, _ = json.loads(done.strip().splitlines()[-1])
                 rates[name].append(count / seconds)
                 print(f"round {number + 1}, {name}: {count / seconds:.0f} images/s", flush=True)
     ratios = [s3 / local for s3, local in zip(rates["s3"], rates["disk"])]

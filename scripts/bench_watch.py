@@ -11,7 +11,7 @@ Columns, medians over the rounds (smallest - largest), in microseconds per call 
     CPU of the thread         of the thread that receives, heartbeats and aggregation included
     CPU of the process        of all threads of the driver, with those of Ray
     wall                      of the thread, to receive and aggregate reports that have all arrived already
-and the number of polls of Ray per call. Before it, for the start of the processes: the seconds that it took, and the CPU
+and the number of polls of Ray per call. Before the table: the seconds in which the processes started, and the CPU
 seconds of each kind of process; `--no-template` starts them as Ray does by itself.
 """
 
