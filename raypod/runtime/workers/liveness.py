@@ -93,7 +93,7 @@ def find_suspects(heartbeats: Dict[int, LastHeartbeat], now_s: float, bounds: Ru
         late = [
             report
             for report in late
-            if not report.waits_for_others and not _may_continue(heartbeats[report.instance], bound_s, now_s, bounds)
+            if not report.waits_for_others and not _may_continue(heartbeats[report.instance], bound_s, bounds)
         ]
     bounds_s = {report.instance: max(bound_s, _attach_bound_s(report, bounds)) for report in late}
     return [
@@ -125,7 +125,7 @@ def find_unreleased(
         elif is_training(report):
             own = in_call if _is_in_call(report) else bounds
             bound_s = max(_stuck_bound_s([report], own), _attach_bound_s(report, own))
-            if report.duration_s > bound_s and not _may_continue(last, bound_s, now_s, own):
+            if report.duration_s > bound_s and not _may_continue(last, bound_s, own):
                 suspects.append(Suspect(index, "stuck", _stuck_cause(report, bound_s, [report], own)))
     return _find_silent(latest, now_s, bounds) or suspects
 
@@ -165,10 +165,13 @@ def _busy_bound_s(bound_s: float, bounds: RunSection) -> float:
     return max(bound_s, min(BUSY_FACTOR * bound_s, bounds.report_timeout_s))
 
 
-def _may_continue(last: LastHeartbeat, bound_s: float, now_s: float, bounds: RunSection) -> bool:
-    """Return whether an instance whose call exceeds `bound_s` has used CPU time within that, and not too long."""
+def _may_continue(last: LastHeartbeat, bound_s: float, bounds: RunSection) -> bool:
+    """Return whether an instance whose call exceeds `bound_s` has used CPU time within that, and not too long.
+
+    What it has used since its last heartbeat is unknown; one that comes late on a busy host has its own timeout.
+    """
     assert last.report is not None
-    return now_s - last.busy_s <= bound_s and last.report.duration_s <= _busy_bound_s(bound_s, bounds)
+    return last.received_s - last.busy_s <= bound_s and last.report.duration_s <= _busy_bound_s(bound_s, bounds)
 
 
 def _silent_cause(last: Optional[HeartbeatReport], silence_s: float, bounds: RunSection) -> str:

@@ -125,6 +125,13 @@ def test_a_call_may_take_longer_while_its_threads_use_cpu_time(now_s: float, end
         assert found[0].cause.endswith("(run.stuck_after_s = 30; 300 s while its threads use CPU time)")
 
 
+def test_what_an_instance_has_used_since_a_late_heartbeat_is_unknown() -> None:
+    heartbeats = {0: busy_until(50.0, report(0, IN_CALL, 0.0), 50.0)}
+    assert not find_suspects(heartbeats, 54.0, RunSection(stuck_after_s=3, report_timeout_s=100))
+    (suspect,) = find_suspects(heartbeats, 66.0, RunSection(stuck_after_s=3, report_timeout_s=100))
+    assert suspect.kind == "silent"
+
+
 # ---- survivors of a loss ---------------------------------------------------------------------------------------------
 
 
