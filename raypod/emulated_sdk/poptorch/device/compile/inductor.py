@@ -6,12 +6,15 @@ compile as a whole is an error: replicas must not differ in what they compute.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
+import sys
 import tempfile
+import warnings
 from pathlib import Path
-from typing import Callable, Dict, List, Sequence
+from typing import Callable, Dict, Iterator, List, Sequence
 
 import torch
 from _pod.activation import COMPILE
@@ -24,6 +27,7 @@ from poptorch.errors import Error
 from poptorch.pytree import flatten
 
 _CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
+_DISTUTILS = "SETUPTOOLS_USE_DISTUTILS"
 _FIRST_VERSION = (2, 1)
 
 
@@ -74,6 +78,12 @@ class CompiledForward:
         self, scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.Tensor], loss_output: int
     ) -> None:
         _use_own_cache()
+        with _distutils_of_python():
+            self._compile(scratch, arguments, inputs, loss_output)
+
+    def _compile(
+        self, scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.Tensor], loss_output: int
+    ) -> None:
         from torch import _inductor  # only here: a second of imports
         from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -106,6 +116,25 @@ class CompiledForward:
 
 def _state(memory: ReplicaMemory) -> Dict[str, torch.Tensor]:
     return {**memory.parameters, **memory.buffers, **memory.constants}
+
+
+@contextlib.contextmanager
+def _distutils_of_python() -> Iterator[None]:
+    """Let setuptools, which torch imports, not replace distutils: it fails if the program has imported that before.
+
+    Both warn about it in Python 3.10 and 3.11, which is no matter of the program.
+    """
+    is_set = sys.version_info >= (3, 12) or _DISTUTILS in os.environ
+    if not is_set:
+        os.environ[_DISTUTILS] = "stdlib"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*distutils", DeprecationWarning)
+            warnings.filterwarnings("ignore", "(?s).*distutils", UserWarning)
+            yield
+    finally:
+        if not is_set:
+            del os.environ[_DISTUTILS]
 
 
 def _use_own_cache() -> None:
