@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import gc
 import json
 import os
 import signal
@@ -41,6 +42,7 @@ def stop_after_2(event: Any) -> Any:
 def state_of_process() -> Tuple[Any, ...]:
     signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)]
     threads = {thread.name for thread in threading.enumerate()}
+    gc.collect()  # the traceback of a run that failed holds its files until then
     files = len(list(Path("/proc/self/fd").iterdir()))
     return dict(os.environ), list(sys.path), Path.cwd(), signals, threads, torch.get_num_threads(), files
 
