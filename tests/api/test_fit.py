@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import html
 import gc
+import html
 import json
 import os
 import signal
