@@ -160,9 +160,10 @@ def check_host(plan: Plan) -> None:
 
     Raises:
         ConfigError: a package is missing, or a path is not UTF-8 and is sent to other processes by Ray.
-        SdkError: this host is the pod, and the SDK is missing.
+        SdkError: this host is the pod, and the SDK is missing, or a variable of the emulated SDK is wrong.
     """
     check_packages(plan.config)
+    sdk.requests_compilation()
     if not plan.is_inline:
         sections = plan.config.model_dump(mode="python").items()
         texts = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}

@@ -115,12 +115,20 @@ def importable(device: str) -> Iterator[None]:
         sys.path[:] = before
 
 
+def requests_compilation() -> bool:
+    """Return whether the emulated SDK compiles with torch.compile. SdkError if its variable is neither 0 nor 1."""
+    try:
+        return activation.requests_compilation()
+    except ValueError as error:
+        raise SdkError(str(error)) from None
+
+
 def _without_effect() -> str:
     """Return the words for the requested settings of the emulated SDK, which the real one does not have."""
     flags = ["--strict"] if activation.is_strict() else []
     if activation.requests_memory_format():
         flags.append("--memory-format")
-    if activation.requests_compilation():
+    if requests_compilation():
         flags.append(activation.COMPILE)
     return f", on which {' and '.join(flags)} ha{'s' if len(flags) == 1 else 've'} no effect" if flags else ""
 

@@ -112,6 +112,13 @@ def test_a_mistake_leaves_nothing_behind(
     assert not tree(here)
 
 
+def test_an_unknown_value_of_a_variable_of_the_sdk_leaves_nothing_behind(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EMULATED_POD_COMPILE", "yes")
+    test_a_mistake_leaves_nothing_behind([], [], here, capsys)
+
+
 def test_a_mistake_of_the_first_call_leaves_nothing_on_a_storage(here: Path) -> None:
     (here.parent / "storage").mkdir()
     flags = ["--popart", "noSuchOption=true", "--num-instances", "1", "--storage-path", f"file://{here.parent}/storage"]

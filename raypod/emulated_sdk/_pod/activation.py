@@ -60,8 +60,15 @@ def requests_memory_format() -> bool:
 
 
 def requests_compilation() -> bool:
-    """Return whether the environment requests that torch.compile compiles training programs."""
-    return os.environ.get(COMPILE, "0") not in ("", "0")
+    """Return whether the environment requests that torch.compile compiles training programs.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(COMPILE) or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"{COMPILE}={value!r}: must be 0 or 1")
+    return value == "1"
 
 
 def holds_interpreter_lock() -> bool:

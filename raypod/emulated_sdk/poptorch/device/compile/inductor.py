@@ -6,6 +6,7 @@ compile as a whole is an error: replicas must not differ in what they compute.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Sequence
 
 import torch
-from _pod.activation import COMPILE
+from _pod.activation import COMPILE, requests_compilation
 
 from poptorch.device.compile.arguments import Arguments
 from poptorch.device.compile.compilation import Trace
@@ -33,10 +34,10 @@ _FIRST_VERSION = (2, 1)
 
 def is_requested() -> bool:
     """Return whether training programs are compiled. Raises Error if EMULATED_POD_COMPILE is neither 0 nor 1."""
-    value = os.environ.get(COMPILE) or "0"
-    if value not in ("0", "1"):
-        raise Error(f"{COMPILE}={value!r}: must be 0 or 1")
-    return value == "1"
+    try:
+        return requests_compilation()
+    except ValueError as error:
+        raise Error(str(error)) from None
 
 
 def checked_loss(traced: Trace, anchored: Sequence[str]) -> int:
@@ -122,7 +123,7 @@ def _state(memory: ReplicaMemory) -> Dict[str, torch.Tensor]:
 def _distutils_of_python() -> Iterator[None]:
     """Let setuptools, which torch imports, not replace distutils: it fails if the program has imported that before.
 
-    Both warn about it in Python 3.10 and 3.11, which is no matter of the program.
+    The warnings of both in Python 3.10 and 3.11 do not concern the program.
     """
     is_set = sys.version_info >= (3, 12) or _DISTUTILS in os.environ
     if not is_set:
@@ -140,13 +141,14 @@ def _distutils_of_python() -> Iterator[None]:
 def _use_own_cache() -> None:
     """Set torch's folder of compiled code, which is executed, to one that only this user can write to."""
     if not os.environ.get(_CACHE_DIR):
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         try:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
             folder = cache / "raypod" / "inductor"
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.stat()
             if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
                 raise Error(f"{folder} is writable by other users, or is another user's: remove it")
-        except OSError:  # no home
+        except (OSError, RuntimeError):  # no home, or one that cannot be written
             folder = Path(tempfile.mkdtemp(prefix="inductor-"))
+            atexit.register(shutil.rmtree, str(folder), ignore_errors=True)
         os.environ[_CACHE_DIR] = str(folder)
