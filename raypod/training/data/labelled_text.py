@@ -92,12 +92,18 @@ def texts_in(form: Form, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         content = _content(name, name, (".txt", *_SUFFIXES))
         if Path(name).suffix == ".txt":
-            yield from (line for line in content.split("\n") if line.strip())
-            continue
-        for line, row in _rows(form, name, content):
-            if not isinstance(row.get(form.inputs), str):
-                raise ConfigError(f"{name}, line {line} has no {form.inputs}; it has {', '.join(map(str, row))}")
-            yield row[form.inputs]
+            texts = [line for line in content.split("\n") if line.strip()]
+        else:
+            texts = [_text(form, row, f"{name}, line {line}") for line, row in _rows(form, name, content)]
+        if not texts:
+            raise ConfigError(f"{name} has no texts")
+        yield from texts
+
+
+def _text(form: Form, row: Dict[str, Any], where: str) -> str:
+    if not isinstance(row.get(form.inputs), str):
+        raise ConfigError(f"{where} has no {form.inputs}; it has {', '.join(map(str, row))}")
+    return str(row[form.inputs])
 
 
 def _of_file(form: Form, flag: str, name: str) -> Iterator[Example]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raypod.errors import ConfigError, DataMissing
-from raypod.training.data.labelled_text import SEQUENCES, TOKENS, read_examples
+from raypod.training.data.labelled_text import SEQUENCES, TOKENS, read_examples, texts_in
 
 
 def write(path: Path, text: str) -> str:
@@ -58,3 +58,22 @@ def test_a_missing_file_is_named_with_its_flag(tmp_path: Path, files: Any, flag:
     good = [write(tmp_path / "a.jsonl", '{"text": "a", "label": "yes"}\n')]
     with pytest.raises(DataMissing, match=f"^{flag}"):
         read_examples(SEQUENCES, files[0] or good, files[1], 0.0)
+
+
+def test_texts_alone_are_lines_or_a_column(tmp_path: Path) -> None:
+    lines, table = write(tmp_path / "a.txt", "one\n\ntwo\n"), write(tmp_path / "a.csv", "id,text\n1,three\n")
+    assert list(texts_in(SEQUENCES, [lines, table])) == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.txt", "\n \n", "a.txt has no texts"),
+        ("a.jsonl", "", "a.jsonl has no texts"),
+        ("a.jsonl", '{"label": 1}', "a.jsonl, line 1 has no text; it has label"),
+        ("a.pdf", "", "a.pdf: files end with .txt"),
+    ],
+)
+def test_a_file_without_texts_is_named(tmp_path: Path, name: str, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        list(texts_in(SEQUENCES, [write(tmp_path / name, text)]))
