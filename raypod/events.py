@@ -337,6 +337,9 @@ class RunEnded:
     resizes: Tuple[Dict[str, int], ...] = ()  # changes of the number of replicas: see `checkpoint.Manifest`
 
 
+# From the first of these on, a run trains: its folder is kept, and mirrored.
+TRAINS = (UpdateDone, RunEnded)
+
 Event = Union[
     RunStarted,
     PhaseBegun,

@@ -22,12 +22,11 @@ from raypod.errors import (
     summarize_exception,
 )
 from raypod.events import (
+    TRAINS,
     CheckpointBegun,
     Event,
     PhaseBegun,
-    RunEnded,
     RunStarted,
-    UpdateDone,
 )
 from raypod.observe.status import prometheus
 from raypod.observe.status.endpoint import cached_route, served, snapshot_route
@@ -284,7 +283,7 @@ class Training:
         run_folder.write_summary(self._run.plan, self.metrics, self._view, copies.summary(), self._restarts_before)
 
     def _record(self, event: Event) -> None:
-        if isinstance(event, (UpdateDone, RunEnded)) and not self._has_trained:
+        if isinstance(event, TRAINS) and not self._has_trained:
             self._has_trained = True
             self._run.claim.keep()
         if isinstance(event, RunStarted) and self._elsewhere.is_wanted:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Callable, Optional
 
 from raypod.errors import LeaseLost
-from raypod.events import CheckpointSaved, Event, RunEnded, UpdateDone
+from raypod.events import TRAINS, CheckpointSaved, Event
 from raypod.plan.layout import LOGS, STORAGE, SUMMARY
 from raypod.plan.plan import Plan
 from raypod.runs.callback import Callback
@@ -27,7 +27,7 @@ class Mirror(Callback):
 
     def __init__(self, plan: Plan, warn: Callable[[str], None], print_line: Callable[[str], None]) -> None:
         run, metric, self._print_line = plan.config.run, plan.best_metric, print_line
-        self._path, self._is_begun = run.storage_path, False
+        self._path, self._is_started = run.storage_path, False
         self.url = f"{self._path}/{Path(plan.run_dir).resolve().name}"  # of the run on the storage
         arguments = [str(self._path), f"--keep={run.keep_remote or run.keep_checkpoints}", f"--metric={metric.name}"]
         arguments += [f"--better={metric.better}", f"--writer={uuid.uuid4().hex}"]
@@ -47,8 +47,8 @@ class Mirror(Callback):
     def on_event(self, event: Event) -> None:
         """Start the process when the run trains, tell it about checkpoints, and look for failures."""
         mirror = self._process
-        if isinstance(event, (UpdateDone, RunEnded)) and self._path is not None and not self._is_begun:
-            self._is_begun = True
+        if isinstance(event, TRAINS) and self._path is not None and not self._is_started:
+            self._is_started = True
             mirror.start()
         elif isinstance(event, CheckpointSaved):
             mirror.send(Path(event.path).name)  # if that fails, the process finds the checkpoint by itself
