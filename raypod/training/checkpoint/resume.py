@@ -202,9 +202,9 @@ def check_data(plan: Plan, checkpoint: Checkpoint, data_fingerprint: str) -> Non
     difference = first_difference(checkpoint.manifest, settings, allowed_differences(plan))
     if difference is not None and recorded.partition(CONTENTS)[0] == listed:
         hint = f"--resume-anyway {FINGERPRINT} resumes with the present ones"
-        is_of_boxes = recorded.partition(BOXES)[0] == data_fingerprint.partition(BOXES)[0]
-        what = f"--bounding-boxes {plan.config.data.bounding_boxes} has other boxes than those of the run"
-        what = what if is_of_boxes else "its data files have been changed under their names"
+        what = "its data files have been changed under their names"
+        if recorded.partition(BOXES)[0] == data_fingerprint.partition(BOXES)[0]:
+            what = f"--bounding-boxes {plan.config.data.bounding_boxes} has other boxes than those of the run"
         difference = f"{what} (data_fingerprint); {hint}"
     if difference is not None:
         raise ConfigError(f"--resume {checkpoint.path}: {difference}")

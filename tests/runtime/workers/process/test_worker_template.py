@@ -159,9 +159,13 @@ def test_other_users_neither_reach_a_template_nor_stand_for_one(host: Host, monk
         worker_template.receive(left)
 
 
-def test_a_template_without_a_place_for_its_socket_is_not_used(processes: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("logs", [None, "long" * 30], ids=["no logs", "no place for the socket"])
+def test_a_raylet_that_cannot_use_the_template_is_started_as_it_is(
+    processes: None, tmp_path: Path, logs: Optional[str]
+) -> None:
     template, services = ray_template.Template(), Services()
-    command = ["/raylet/raylet", f"--log_dir={tmp_path / ('long' * 30)}", f"--python_worker_command={sys.executable}"]
+    command = ["/raylet/raylet", f"--python_worker_command={sys.executable}"]
+    command += [f"--log_dir={tmp_path / logs}"] if logs else []
     with template.used_by(services):
         raylet = services.ConsolePopen(command, env={})
     raylet.kill()
@@ -218,13 +222,3 @@ def test_a_template_whose_packages_start_threads_forks_nothing(
         host.raylet.kill()
         host.raylet.wait()
         host.template.close()
-
-
-def test_a_raylet_whose_command_is_another_one_is_started_as_it_is(processes: None) -> None:
-    template, services, command = ray_template.Template(), Services(), ["/raylet/raylet", "--python_worker_command=x"]
-    with template.used_by(services):
-        raylet = services.ConsolePopen(command, env={})
-    raylet.kill()
-    raylet.wait()
-    template.close()
-    assert (services.command, services.environment) == (command, {})
