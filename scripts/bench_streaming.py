@@ -11,9 +11,9 @@ shuffle, and have an empty cache at first: samples/s of the first epoch, without
 a process that resumes in the middle of an epoch with an empty cache until its first sample; and bytes read. Rounds
 alternate; medians with the extremes.
 
-`disk` trains on nothing, too: one process decodes the JPEG files of two epochs (make_imagenet.py) with simplejpeg. The
-same shards lie on the S3 server, and in a folder of this host that is read as a URL (file://), with an empty cache of
-the same size each time, into which half of the shards fit.
+`disk` reads and decodes generated JPEG files (make_imagenet.py) in one process, for two epochs, with simplejpeg: from
+the S3 server, and from a folder of this host as a URL (file://), each time with an empty cache of the same size, into
+which half of the shards fit.
 """
 
 from __future__ import annotations
@@ -126,12 +126,16 @@ class Samples:
 
 
 def read(
-    url: str, cache: str, window: int, first: int, limit: int, cache_size: str = "50GB", epochs: int = 1
+    url: str,
+    cache: str,
+    window: int,
+    first: int,
+    limit: int,
+    cache_size: str = "50GB",
+    epochs: int = 1,
+    decodes: bool = False,
 ) -> Tuple[int, float, float]:
-    """Read the samples of epochs from position `first` on; return their number, seconds, and when the first came.
-
-    They are decoded if there are several epochs.
-    """
+    """Read the samples of epochs from position `first` on; return their number, seconds, and when the first came."""
     import s3fs  # noqa: F401
     import torch
 
@@ -149,7 +153,7 @@ def read(
     calls: Iterator[Any] = iter(
         [(epoch, order[at : at + BATCH]) for epoch, order in enumerate(orders) for at in range(0, len(order), BATCH)]
     )
-    get = files.read if epochs == 1 else train.__getitem__
+    get = train.__getitem__ if decodes else files.read
     count, first_at = 0, 0.0
     for _, samples in files.prepared(calls, 2):
         for sample in samples:
@@ -210,7 +214,7 @@ def disk(args: argparse.Namespace) -> None:
         for number in range(args.rounds):
             for name, url in urls.items():
                 words = [url, f"{folder}/cache-{name}-{number}", str(args.window), "0", "--limit", str(2 * args.images)]
-                words += ["--cache-size", f"{half // 1000}KB", "--epochs", "2"]
+                words += ["--cache-size", f"{half // 1000}KB", "--epochs", "2", "--decode"]
                 done = run([sys.executable, __file__, "read", *words])
                 count, seconds, _ = json.loads(done.strip().splitlines()[-1])
                 rates[name].append(count / seconds)
@@ -295,10 +299,11 @@ def main() -> None:
     reads.add_argument("--limit", type=int, required=True)
     reads.add_argument("--cache-size", default="50GB")
     reads.add_argument("--epochs", type=int, default=1)
+    reads.add_argument("--decode", action="store_true")
     args = parser.parse_args()
     if args.command == "read":
         words = args.url, args.cache, args.window, args.first, args.limit
-        print(json.dumps(read(*words, args.cache_size, args.epochs)))
+        print(json.dumps(read(*words, args.cache_size, args.epochs, args.decode)))
     else:
         {"shuffle": shuffle, "speed": speed, "disk": disk}[args.command](args)
 
