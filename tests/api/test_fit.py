@@ -7,6 +7,7 @@ import gc
 import html
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from torch import nn
 import raypod
 from raypod import train
 from raypod.events import CheckpointSaved, EvaluationDone, RunEnded, RunStarted, UpdateDone
+from tests.support import ROOT
 from tests.support.bounded import COMMAND_S
 
 QUICK: Dict[str, Any] = {"fleet": "inline", "device": "emulated", "model": "tiny", "replicas": 2, "batch_size": 4}
@@ -42,9 +44,14 @@ def stop_after_2(event: Any) -> Any:
 def state_of_process() -> Tuple[Any, ...]:
     signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)]
     threads = {thread.name for thread in threading.enumerate()}
+    return dict(os.environ), list(sys.path), Path.cwd(), signals, threads, torch.get_num_threads()
+
+
+def open_files() -> List[str]:
+    """Return what the open descriptors lead to, without the numbers of sockets and pipes."""
     gc.collect()  # the traceback of a run that failed holds its files until then
-    files = len(list(Path("/proc/self/fd").iterdir()))
-    return dict(os.environ), list(sys.path), Path.cwd(), signals, threads, torch.get_num_threads(), files
+    descriptors = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]  # without that of the folder
+    return sorted(re.sub(r"\[\d+\]", "", os.readlink(file)) for file in descriptors)
 
 
 def test_a_function_call_is_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,6 +220,7 @@ def test_a_stream_yields_the_events_and_has_the_result(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_is_closed_early_saves_a_checkpoint(tmp_path: Path) -> None:
+    fit(tmp_path / "warm", updates=1)  # imports
     before = state_of_process()
     with stream(tmp_path / "run", 6) as events:
         for event in events:
@@ -271,14 +279,30 @@ def test_weights_are_loaded_into_a_module(tmp_path: Path) -> None:
     assert not all(torch.equal(tensor, saved[name]) for name, tensor in other.state_dict().items())
 
 
+def run_and_fail(folder: Path) -> None:
+    fit(folder / "a", updates=2)
+    with pytest.raises(raypod.RunError):
+        fit(folder / "b", **{**FLAT, "updates": 20, "learning_rate": 1e30})  # not finite
+
+
+@pytest.mark.usefixtures("processes")
+def test_runs_leave_no_file_open(tmp_path: Path) -> None:
+    # In a process of its own: where another test has joined a cluster, Ray opens and closes connections at any time.
+    program = (
+        "import sys; from pathlib import Path; from tests.api import test_fit as t; folder = Path(sys.argv[1])\n"
+        "t.fit(folder / 'warm', updates=1); before = t.open_files(); t.run_and_fail(folder)\n"
+        "assert t.open_files() == before, (before, t.open_files())"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=COMMAND_S)
+
+
 def test_runs_leave_nothing_in_the_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path / "warm", updates=1)  # imports
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     before = state_of_process()
-    fit(tmp_path / "a", updates=2)
-    with pytest.raises(raypod.RunError):
-        fit(tmp_path / "b", **{**FLAT, "updates": 20, "learning_rate": 1e30})  # not finite
+    run_and_fail(tmp_path)
     assert state_of_process() == before
     torch.set_num_threads(threads)
     assert '"state": "failed"' in (tmp_path / "b" / "report.html").read_text()
