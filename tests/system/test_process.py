@@ -49,6 +49,37 @@ def test_repeated_allocations_cause_fewer_page_faults(run_python: Callable[[str]
         assert 2 * int(kept) < int(run_python(PROGRAM.format(keep=False)).split()[1])
 
 
+LARGE_PAGES = """
+import re, threading
+from pathlib import Path
+from raypod.system import process
+
+supported = process.keep_freed_memory()
+ended = threading.Event()
+for _ in range(3):
+    threading.Thread(target=ended.wait).start()
+import torch  # noqa: E402
+
+kept = process.single_thread("instance").submit(torch.ones, 16 << 20).result()
+address = kept.data_ptr()
+for line in Path("/proc/self/smaps").read_text().splitlines():
+    span = re.match(r"([0-9a-f]+)-([0-9a-f]+) .*?(\\S*)$", line)
+    if span:
+        is_there = int(span[1], 16) <= address < int(span[2], 16)
+        name = span[3]
+    elif is_there and line.startswith("VmFlags"):
+        print(supported, name, "hg" in line.split())
+ended.set()
+"""
+
+
+def test_a_thread_beside_others_allocates_large_pages_of_the_heap(run_python: Callable[[str], str]) -> None:
+    supported, name, is_advised = run_python(LARGE_PAGES).split()
+    if supported != "False":  # another C library
+        assert name == "[heap]"
+        assert is_advised == str(Path("/sys/kernel/mm/transparent_hugepage").exists())
+
+
 def test_a_process_has_start_ticks_until_it_is_reaped(processes: None) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     ticks = process_start_ticks(child.pid)

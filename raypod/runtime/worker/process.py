@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
@@ -59,7 +58,7 @@ class InstanceProcess:
         process.keep_freed_memory()
         os.chdir(working_dir)
         self._warnings = WarningRecord()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instance")
+        self._thread = process.single_thread("instance")
         self._record = ActivityRecord()
         if index is not None:
             self.begin(index, "started")
