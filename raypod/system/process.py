@@ -100,7 +100,7 @@ def single_thread(name: str) -> ThreadPoolExecutor:
 
     Where other threads run already, as those of Ray, glibc assigns a thread one of their arenas or the heap in turn.
     """
-    others = []
+    others: List[ThreadPoolExecutor] = []
     while True:
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         if executor.submit(_allocates_from_heap).result() or len(others) == _MOST_ARENAS:
