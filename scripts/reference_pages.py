@@ -32,10 +32,10 @@ def flags_page() -> str:
     rows: Dict[str, List[str]] = {name: [] for name in flag_help.GROUPS}
     for section, key, field in fields():
         *names, last = flags_of(section, key, field)
-        flags = "<br>".join(f"`{name}`" for name in (*names, last))
+        cell = "<br>".join(f"`{name}`" for name in (*names, last))
         value = "" if last.startswith("--no-") else f" `{flag_help.metavar_of(key, field)}`"
         text = _cell(flag_help.describe(field, field.default))
-        rows[flag_help.group_of(section, key)].append(f"| {flags}{value} | {text}<br>`{section}.{key}` |")
+        rows[flag_help.group_of(section, key)].append(f"| {cell}{value} | {text}<br>`{section}.{key}` |")
     parts = [
         _NOTE,
         "# Every flag",

@@ -11,7 +11,7 @@ from raypod.plan.tables import aligned, shown_path
 from raypod.system.files import parse_json
 
 
-def render(plan: Plan, seconds: float, width: Optional[int] = None) -> str:
+def summary_table(plan: Plan, seconds: float, width: Optional[int] = None) -> str:
     """Return the table of a run that has ended; `seconds` is its time so far, `width` that of a terminal."""
     folder = Path(plan.run_dir)
     summary = parse_json((folder / SUMMARY).read_text())

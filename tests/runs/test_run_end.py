@@ -70,11 +70,11 @@ def test_the_clock_of_another_host_does_not_end_its_run(
     monkeypatch.setattr(run_end, "time", SimpleNamespace(monotonic=lambda: now_s, time=lambda: now_s))
     write(tmp_path, state(host="elsewhere"))
     holder = lease_file.Holder("owner", "elsewhere", "its boot", 1, 1, "today", lease_file.EXPIRES_AFTER_S)
-    lease = tmp_path / "lease-1.json"
-    lease.write_bytes(holder.content())
+    file = tmp_path / "lease-1.json"
+    file.write_bytes(holder.content())
     watch = RunEndWatch(tmp_path)
     for _ in range(30):
-        os.utime(str(lease), (now_s + ahead_s, now_s + ahead_s))
+        os.utime(str(file), (now_s + ahead_s, now_s + ahead_s))
         assert watch.poll() is None
         now_s += lease_file.HEARTBEAT_S
     now_s += lease_file.EXPIRES_AFTER_S
