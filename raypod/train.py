@@ -16,7 +16,7 @@ from raypod.cli import detached
 from raypod.errors import ConfigError, Preempted
 from raypod.events import RunEnded
 from raypod.runs import progress
-from raypod.runs.summary_table import summary_table
+from raypod.runs.progress import summary_table
 from raypod.runs.upload.restore import check
 from raypod.runtime.coordinator.stop import Stop, deadline_of, stop_on_signal
 from raypod.system.command_line import INTERRUPTED, FlagParser, discard_unwritten, report_errors, show, tell, width_of

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
-from raypod.api.request import PathLike, process_kept
+from raypod.api.fit import PathLike, process_kept
 from raypod.errors import ConfigError, summarize_exception
 from raypod.plan.cluster import LOCAL, read_cluster
 from raypod.plan.placement import Placement, Sizes, place

@@ -15,12 +15,11 @@ from raypod.plan import flags, learning_rate, resolve, tables
 from raypod.plan.cluster import LOCAL, read_cluster
 from raypod.plan.compatibility import check_copies
 from raypod.plan.config import Config
-from raypod.plan.plan import Plan, make_plan, with_splits
-from raypod.plan.profile_window import window_of
+from raypod.plan.plan import Plan, make_plan, window_of, with_splits
 from raypod.runs import run_folder
-from raypod.runs.lease_file import EXPIRES_AFTER_S
+from raypod.runs.lease import EXPIRES_AFTER_S
 from raypod.runs.sinks import check_packages
-from raypod.runs.upload import local_copies
+from raypod.runs.upload import remote_run
 from raypod.runtime.workers.choice import with_fleet
 from raypod.system import sdk
 from raypod.system.command_line import FlagParser, check_utf8, value_of, width_of
@@ -71,7 +70,7 @@ def parser(words: Sequence[str], prog: str, switches: Sequence[str], run: Run = 
         ConfigError: the task or the config cannot be read.
     """
     check_words(words)
-    local_copies.take_resumed(value_of(words, "--resume", "run.resume"))
+    remote_run.take_resumed(value_of(words, "--resume", "run.resume"))
     parser = FlagParser(run, prog=prog, add_help=False, description=_DESCRIPTIONS[prog])
     groups = flags.add_flags(parser, schema_for(words))
     for switch in switches:
@@ -123,7 +122,7 @@ def plan_from(
     on_config(config)
     resume = config.run.resume
     if resume is not None and is_url(resume) and resolve.run_folder_of(resume) is None:  # that of a config file
-        local_copies.take_resumed(resume)
+        remote_run.take_resumed(resume)
     run_dir = run_folder.choose(config)
     check_copies(config, len(cluster.hosts))
     plan = with_fleet(make_plan(config, cluster, facts_of(config, is_dry), run_dir))
@@ -188,7 +187,7 @@ def render_without_model(plan: Plan, is_verbose: bool = False) -> str:
 
 def render_with_pipeline(plan: Plan, is_verbose: bool = False) -> str:
     """Return `tables.render` as above, the pipeline if a replica has several IPUs, and the estimated memory."""
-    from raypod.training.models.memory_bars import render_memory
+    from raypod.training.models.memory_balance import render_memory
     from raypod.training.models.pipeline_table import inspect_pipeline, render_pipeline, snapshot_bytes
 
     parts = [tables.render(plan, width_of(sys.stdout), is_verbose)]
@@ -220,7 +219,7 @@ def _standby_bytes(plan: Plan) -> int:
 
 def describe_with_pipeline(plan: Plan) -> Dict[str, Any]:
     """Return `tables.describe(plan)` with the estimated memory, and the pipeline if a replica has several IPUs."""
-    from raypod.training.models.memory_bars import describe_memory
+    from raypod.training.models.memory_balance import describe_memory
     from raypod.training.models.pipeline_table import describe_pipeline, inspect_pipeline, snapshot_bytes
 
     found = _inspected(plan, inspect_pipeline)

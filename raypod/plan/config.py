@@ -14,10 +14,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 from typing_extensions import Literal
 
-from raypod.plan.ipu_section import IpuSection
-from raypod.plan.pod_section import PodSection
-from raypod.plan.run_section import RunSection
-from raypod.plan.section import Section
+from raypod.plan.sections import IpuSection, PodSection, RunSection, Section
 from raypod.plan.values import Betas, Counts, Epochs, ImageShape, Names, Samples, Splits, parse_evaluations, parse_size
 from raypod.system.urls import check_url, is_url
 

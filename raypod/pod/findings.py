@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from raypod.plan.cluster import Cluster
 from raypod.runtime.workers import gcs, ray_admission
-from raypod.system import horovod_address, vipu
+from raypod.system import interfaces, vipu
 from raypod.system.command_line import counted
 from raypod.system.interfaces import is_address, is_in, is_loopback
 
@@ -217,7 +217,7 @@ def _horovod(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     if len(expected.cluster.hosts) < 2 or not release or not expected.may_use_horovod:
         return
     own = facts["own_name"]
-    problem = horovod_address.problem(release, facts["hostname"], own["address"], own["error"])
+    problem = interfaces.problem(release, facts["hostname"], own["address"], own["error"])
     if problem is None:
         yield Finding(OK, host, "Horovod", release)
     else:

@@ -3,18 +3,52 @@
 Values of replicas are combined by exact summation, so that the loss of an update does not depend on how the replicas
 are distributed over instances. `metrics.jsonl` holds every update; the progress bar and the summary derive from it.
 The metrics of an epoch are ratios of the sums over its updates, which checkpoints contain for the epoch in progress.
+
+The throughput over the most recent calls.
+
+The reports of several instances arrive in any order, so that the reports of two calls may complete within a millisecond
+of each other. The time between them says nothing about the speed; the time of all calls of a second does.
 """
 
 from __future__ import annotations
 
+import collections
 import math
-from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Callable, Deque, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from raypod.events import CallDone, CallReport, CallTimes, EpochDone, UpdateDone
 from raypod.plan.learning_rate import learning_rate, loss_scaling
 from raypod.plan.metric import EpochSums, ExactSum, add_sums, values_of
 from raypod.plan.plan import Plan
-from raypod.runs.throughput import RecentThroughput
+
+WINDOW_S = 1.0
+
+
+class RecentThroughput:
+    """Samples per second over the newest calls that together took at least `WINDOW_S` seconds."""
+
+    def __init__(self) -> None:
+        self._calls: Deque[Tuple[int, float]] = collections.deque()  # (samples, seconds), oldest first
+        self._samples, self._seconds = 0, 0.0
+
+    def add(self, samples: int, elapsed_s: float) -> None:
+        """Add a call that completed `elapsed_s` after the one before it."""
+        self._calls.append((samples, elapsed_s))
+        self._samples, self._seconds = self._samples + samples, self._seconds + elapsed_s
+        while self._seconds - self._calls[0][1] >= WINDOW_S:
+            oldest_samples, oldest_s = self._calls.popleft()
+            self._samples, self._seconds = self._samples - oldest_samples, self._seconds - oldest_s
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._calls.clear()
+        self._samples, self._seconds = 0, 0.0
+
+    @property
+    def per_s(self) -> float:
+        """Samples per second; 0 without a call."""
+        return self._samples / self._seconds if self._seconds > 0 else 0.0
+
 
 _MAX_POINTS = 1024  # at which the sums of an epoch are kept; instances hold the state of one of the newest
 

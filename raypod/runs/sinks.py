@@ -13,8 +13,8 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Opt
 from raypod.errors import ConfigError, RunError
 from raypod.events import CheckpointBegun, EvaluationDone, Event, Repaired, Resized, RunEnded, RunStarted, UpdateDone
 from raypod.plan import user_code
+from raypod.plan.compatibility import with_effect
 from raypod.plan.config import Config
-from raypod.plan.effect import with_effect
 from raypod.plan.layout import EVALUATIONS, METRICS, TENSORBOARD, TEST
 from raypod.plan.plan import Plan
 from raypod.runs.callback import Callback, LinesSink, Sink

@@ -18,7 +18,7 @@ from raypod.errors import ClusterError
 from raypod.observe.status import registry
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Host, Ssh, cluster_from
-from raypod.pod import active_runs, stop_runs, up_lock
+from raypod.pod import active_runs, stop_runs, up
 from raypod.runtime import ssh
 from raypod.system.process import process_start_ticks
 from tests.support import ROOT
@@ -177,11 +177,11 @@ def test_a_second_up_says_which_one_runs(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(ssh, "is_local", lambda host: True)
     said: List[str] = []
     for _ in range(2):  # the lock ends with its context
-        with up_lock.held(CLUSTER, said.append):
+        with up.held(CLUSTER, said.append):
             words = rf"another `raypod up` runs: pid {os.getpid()} of .*; if it has ended, `kill \d+` on the head; "
-            with pytest.raises(ClusterError, match=words), up_lock.held(CLUSTER, said.append):
+            with pytest.raises(ClusterError, match=words), up.held(CLUSTER, said.append):
                 pytest.fail("both hold the lock")
     (tmp_path / ".raypod").rename(tmp_path / "before")
     (tmp_path / ".raypod").touch()
-    with up_lock.held(CLUSTER, said.append):
+    with up.held(CLUSTER, said.append):
         assert said == ["warning: 10.0.0.11: cannot lock pod64; no other `raypod up` may run for it now"]

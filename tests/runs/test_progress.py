@@ -26,8 +26,7 @@ from raypod.events import (
 )
 from raypod.plan.plan import Plan
 from raypod.runs import progress
-from raypod.runs.progress import NORMAL, QUIET, VERBOSE, Progress
-from raypod.runs.summary_table import summary_table
+from raypod.runs.progress import NORMAL, QUIET, VERBOSE, Progress, summary_table
 
 Shown = Callable[..., "tuple[str, str]"]
 UNKNOWN = {"loss": math.nan, "accuracy": math.nan}

@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 from typing import Deque, Dict, List, Optional
 
-from raypod.observe.monitor.words import clean, clean_line
+from raypod.observe.monitor.style import clean, clean_line
 from raypod.runs.growing_file import GrowingFile
 
 _TAIL_BYTES = 65536  # are read of a file at first

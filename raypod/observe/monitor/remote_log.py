@@ -8,7 +8,7 @@ import subprocess
 import threading
 from typing import Deque, List, Optional
 
-from raypod.observe.monitor.words import clean_line
+from raypod.observe.monitor.style import clean_line
 from raypod.plan.cluster import Cluster, Host
 from raypod.runtime import ssh
 

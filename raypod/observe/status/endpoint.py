@@ -18,7 +18,7 @@ from raypod.errors import ConfigError
 from raypod.observe.status import registry
 from raypod.observe.status.token_server import Query, Response, Route, TokenServer, json_response, read_token
 from raypod.plan.layout import TOKEN_FILE
-from raypod.system.abort import on_abort
+from raypod.system.signals import on_abort
 
 _LEAST_S, _MOST_S = 0.5, 2.0  # limits of the time for which a snapshot serves all requests
 _RUN_SHARE = 0.001  # of a core: the training shares its processor with the endpoint

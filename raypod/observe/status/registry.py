@@ -14,10 +14,10 @@ import os
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Union
 
-from raypod.system.abort import on_abort
 from raypod.system.files import parse_json
 from raypod.system.private import make_private, read_file_of, why_not_private
 from raypod.system.process import process_start_ticks
+from raypod.system.signals import on_abort
 
 VARIABLE = "RAYPOD_RUNTIME_DIR"
 _PARENT, _PREFIX = Path("/tmp"), "raypod-"  # not TMPDIR, which job schedulers set per job

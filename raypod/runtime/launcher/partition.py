@@ -13,7 +13,7 @@ from raypod.plan.placement import Placement, gcd_index
 from raypod.runtime.launcher.options import VIPU_KEYS, Request
 from raypod.runtime.launcher.supervision import Signals
 from raypod.system import vipu
-from raypod.system.abort import on_abort
+from raypod.system.signals import on_abort
 
 Say = Callable[[str], None]
 

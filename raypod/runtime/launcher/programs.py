@@ -20,8 +20,7 @@ from raypod.plan.environment import (
     placement_environment,
 )
 from raypod.plan.placement import InstanceSpec, Placement
-from raypod.runtime.launcher.mpi_arguments import MpiArguments
-from raypod.runtime.launcher.options import Request
+from raypod.runtime.launcher.options import MpiArguments, Request
 from raypod.runtime.launcher.output import tag
 from raypod.runtime.launcher.records import STDERR, HostFacts, Program
 from raypod.system.emulated import activation

@@ -15,9 +15,8 @@ from raypod.plan.config import Config
 from raypod.training import data as datasets
 from raypod.training.data.arrays import Splits
 from raypod.training.data.image_reader import ImageReader, image_files
-from raypod.training.data.images import ImageSource, input_shape
+from raypod.training.data.images import ImageSource, Mixed, Mixing, input_shape, weighted_labels
 from raypod.training.data.loading import NO_EPOCH, SeededSamples
-from raypod.training.data.mixing import Mixed, Mixing, weighted_labels
 from raypod.training.data.order import kept_samples
 from raypod.training.data.pixels import thumbnail
 from raypod.training.data.read_failures import ReadFailed

@@ -19,7 +19,7 @@ from typing import Any, Dict, Iterator, List
 import pytest
 
 from raypod.__main__ import main
-from raypod.observe.monitor.terminal import parse_keys
+from raypod.observe.monitor.live import parse_keys
 from raypod.observe.status import registry
 from raypod.observe.status.endpoint import snapshot_route
 from raypod.observe.status.token_server import TokenServer

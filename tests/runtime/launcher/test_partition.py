@@ -15,7 +15,7 @@ from raypod.plan.cluster import LOCAL
 from raypod.plan.placement import Sizes, place
 from raypod.runtime.launcher.options import parse
 from raypod.runtime.launcher.partition import partition
-from raypod.system.abort import abort
+from raypod.system.signals import abort
 from raypod.system.vipu import Controller, Vipu
 from tests.support.fake_vipu import FakeVipu
 

@@ -19,13 +19,12 @@ from raypod.errors import ConfigError
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan
 from raypod.plan.resolve import from_values
-from raypod.plan.stages import stages_of
+from raypod.plan.values import stages_of
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.inline import InlineFleet
 from raypod.training.models import pipeline, program
-from raypod.training.models.memory_balance import splits_by_memory
-from raypod.training.models.memory_bars import render_memory
+from raypod.training.models.memory_balance import render_memory, splits_by_memory
 from raypod.training.models.pipeline import Unit
 from raypod.training.models.pipeline_table import Pipeline, describe_pipeline, inspect_pipeline, render_pipeline
 from raypod.training.tasks.registry import task_of
