@@ -27,8 +27,8 @@ from raypod.plan.config import Config
 from raypod.plan.metric import SAMPLE
 from raypod.runs.predictions import check_format, in_sample_order, write
 from raypod.training.data import digits
-from raypod.training.data.pixels import thumbnail
 from raypod.training.data.loading import SeededSamples
+from raypod.training.data.pixels import thumbnail
 from raypod.training.data.read_failures import ReadFailed
 from raypod.training.models import predictions as module
 from raypod.training.tasks import image_classification
