@@ -24,8 +24,7 @@ from raypod.plan.placement import Sizes, check_ilds, place
 from raypod.runtime.launcher import options
 from raypod.runtime.launcher.options import Request, parse_mpi_arguments, without_values
 from raypod.runtime.launcher.output import Console, Output
-from raypod.runtime.launcher.partition import partition
-from raypod.runtime.launcher.programs import Programs
+from raypod.runtime.launcher.programs import Programs, partition
 from raypod.runtime.launcher.ray_hosts import RayHosts
 from raypod.runtime.launcher.supervision import Signals, StdinForwarder, Supervision
 from raypod.system.command_line import CLOSED_PIPE, check_utf8, discard, report_errors, show

@@ -46,7 +46,7 @@ from raypod.runs.progress import Progress
 from raypod.runs.upload import remote_run
 from raypod.runtime.coordinator.stop import Stop
 from raypod.system.command_line import nearest, suggestion
-from raypod.system.emulated import activation
+from raypod.system.sdk import activation
 from raypod.training.tasks import registry
 
 if TYPE_CHECKING:

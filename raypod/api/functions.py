@@ -17,7 +17,7 @@ from raypod.runtime.worker.function_process import STDOUT, Setup, pack
 from raypod.runtime.workers.ray_functions import RayFunctions
 from raypod.system import sdk
 from raypod.system.command_line import nearest, show
-from raypod.system.emulated import activation
+from raypod.system.sdk import activation
 
 _COLLECTIVES = ("auto", "horovod", "gloo")
 _OPTIONS = (

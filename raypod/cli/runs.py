@@ -141,15 +141,15 @@ version_parser = partial(FlagParser, _version, prog="raypod version", descriptio
 _TITLES = {shipped.RECIPES: "Recipes, for raypod train --config", shipped.CLUSTERS: "Cluster files, for --cluster"}
 
 
-def parser() -> FlagParser:
+def files_parser() -> FlagParser:
     """Return the parser of the command."""
     description = "List the recipes and cluster files that raypod contains, or print one of them."
-    parser = FlagParser(run, prog="raypod files", description=description)
+    parser = FlagParser(_files, prog="raypod files", description=description)
     parser.add_argument("name", metavar="NAME", nargs="?", help="print this file, as in: raypod files pod64.yaml")
     return parser
 
 
-def run(args: Namespace) -> int:
+def _files(args: Namespace) -> int:
     """List the files, or print one. ConfigError for an unknown name."""
     name = args.name
     if name is None:

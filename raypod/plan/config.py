@@ -1,4 +1,4 @@
-"""The configuration of a run as immutable sections: `training` and `data` here, the others in `*_section.py`.
+"""The configuration of a run as immutable sections: `training` and `data` here, the others in `sections.py`.
 
 Defaults are defined only in these files. `resolve` derives the numbers of replicas and instances; the plan derives all
 other values.

@@ -1,6 +1,6 @@
 """The calls of `poptorch.Options` that the section `ipu` makes, with the defaults of Graphcore's applications.
 
-They are plain data: the plan prints them, `training.models.sdk_options` makes them. Imports no SDK.
+They are plain data: the plan prints them, `training.models.program` makes them. Imports no SDK.
 
 The file `ipu_config.json` of optimum-graphcore, as values of a configuration.
 """
@@ -348,7 +348,7 @@ _OWN = ("layers_per_ipu", "enable_half_partials")
 _STAGES = ("layers_per_ipu", "pipeline_splits", "pipeline_balance")
 
 
-def expand(values: Values) -> List[str]:
+def expand_ipu_config(values: Values) -> List[str]:
     """Replace `ipu.ipu_config` of a configuration by the settings of that file, where it has none of its own.
 
     Returns:

@@ -173,7 +173,7 @@ class Plan:
     geometry: Geometry
     task: TaskFacts
     run_dir: str
-    pipeline_splits: Tuple[str, ...] = ()  # where the stages after the first begin, as `stages` reads them
+    pipeline_splits: Tuple[str, ...] = ()  # where the stages after the first begin, as `values` reads them
     is_inline: bool = False  # its one instance runs in the process of the coordinator, without Ray
     has_default_rate: bool = False  # the learning rate follows from the optimizer and the global batch
 

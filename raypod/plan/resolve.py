@@ -139,7 +139,7 @@ def combine(
     for name, value in given.items():
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value
-    for line in ipu_options.expand(values):
+    for line in ipu_options.expand_ipu_config(values):
         show(f"raypod: {line}", sys.stderr)
     if source is not config or "data.dataset" in given:  # a data set that replaces another one, replaces its folder
         drop_unread_folder(values, given)

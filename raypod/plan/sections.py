@@ -1,12 +1,7 @@
-"""The section `run` of a configuration: its keys with defaults and help. `flag_help.py` has their help groups.
+"""The sections `run`, `ipu` and `pod` of a configuration: their keys with defaults and help.
 
-The base class of the sections of a configuration.
-
-The section `ipu` of a configuration: the options of the Poplar SDK that PopTorch programs set.
-
-`ipu_options` has the calls of PopTorch that each key makes, and the defaults that depend on other keys.
-
-The section `pod` of a configuration: replicas, instances, and the hosts on which they run.
+`flags.py` has their help groups. The section `ipu` holds the options of the Poplar SDK that PopTorch programs set:
+`ipu_options.py` has the calls of PopTorch that each key makes, and the defaults that depend on other keys.
 """
 
 from __future__ import annotations

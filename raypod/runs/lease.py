@@ -1,13 +1,10 @@
 """Hold the lease of a folder: acquire it, renew it in a thread, take it over, hand it over, release it.
 
-At most one process at a time holds it, among all hosts that share the folder's disk. See `lease_file` for the rules.
-
-The files of leases: which process holds a folder, and whether it still does.
-
-The holder is described by the file `lease-<number>.json`; a lease with a higher number ends those with lower ones. The
-file's modification time is the holder's last heartbeat, in the clock of the file system: the wall clocks of two hosts
-are never compared. No lock of the file system is used. A lease ends when its holder releases it, at once when its
-process on this host has ended, and otherwise when it has no heartbeat for EXPIRES_AFTER_S.
+At most one process at a time holds it, among all hosts that share the folder's disk. The holder is described by the
+file `lease-<number>.json`; a lease with a higher number ends those with lower ones. The file's modification time is the
+holder's last heartbeat, in the clock of the file system: the wall clocks of two hosts are never compared. No lock of
+the file system is used. A lease ends when its holder releases it, at once when its process on this host has ended, and
+otherwise when it has no heartbeat for EXPIRES_AFTER_S.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ from raypod.runs import event_log, run_state
 from raypod.runs.callback import Callback
 from raypod.runs.growing_file import last_lines, parse_records
 from raypod.runs.lease import is_lease
-from raypod.runs.lines import Measured, events_in, flat
-from raypod.runs.metrics import MetricsAggregator
+from raypod.runs.metrics import Measured, MetricsAggregator, events_in, flat
 from raypod.runs.run_view import RunView
 from raypod.system.files import replace_file, strict_json
 from raypod.system.log_files import LogTimes

@@ -19,8 +19,8 @@ from raypod.plan.layout import EVALUATIONS, METRICS, TENSORBOARD, TEST
 from raypod.plan.plan import Plan
 from raypod.runs.callback import Callback, LinesSink, Sink
 from raypod.runs.ledger import Ledger
-from raypod.runs.lines import keep_until, line_of, traces_of, update_of
 from raypod.runs.media import Media, MediaFolder
+from raypod.runs.metrics import keep_until, line_of, traces_of, update_of
 from raypod.system import files
 from raypod.system.files import AppendOnlyFile, replace_file, strict_json
 

@@ -22,7 +22,7 @@ from raypod.cli import detached as commands
 from raypod.errors import ConfigError, RunError
 from raypod.events import UpdateDone
 from raypod.runs import lease, run_state
-from raypod.runs.lines import line_of
+from raypod.runs.metrics import line_of
 from raypod.runs.run_state import RunState
 from raypod.system import process
 from tests.support.bounded import COMMAND_S, wait_until

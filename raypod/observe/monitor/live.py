@@ -20,10 +20,9 @@ from rich.console import Console
 from rich.control import Control
 from rich.text import Text
 
-from raypod.observe.monitor.log_lines import LogTail
+from raypod.observe.monitor.log_lines import LogTail, RemoteLog
 from raypod.observe.monitor.model import LOG, Pod, Screen
 from raypod.observe.monitor.pod_source import PodSource
-from raypod.observe.monitor.remote_log import RemoteLog
 from raypod.observe.monitor.views import render
 from raypod.system.command_line import INTERRUPTED
 

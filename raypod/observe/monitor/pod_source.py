@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import IO, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
-from raypod.observe.monitor.log_lines import LogTail
+from raypod.observe.monitor.log_lines import LogTail, RemoteLog
 from raypod.observe.monitor.model import (
     Device,
     HostFacts,
@@ -29,7 +29,6 @@ from raypod.observe.monitor.model import (
     Usage,
     from_json,
 )
-from raypod.observe.monitor.remote_log import RemoteLog
 from raypod.observe.monitor.style import clean
 from raypod.observe.monitor.this_host import ThisHost
 from raypod.plan.cluster import Cluster, Host

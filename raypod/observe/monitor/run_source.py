@@ -24,14 +24,14 @@ from raypod.events import UpdateDone
 from raypod.observe.monitor.log_lines import LastLines
 from raypod.observe.monitor.model import EventLine, Instance, Run, Usage
 from raypod.observe.monitor.style import clean
-from raypod.observe.status.registry import Entry
+from raypod.observe.status.endpoint import Entry
 from raypod.observe.status.token_server import ADDRESS
 from raypod.plan.layout import EVENTS, LAUNCH, METRICS, PLAN, SUMMARY
 from raypod.runs import run_state
 from raypod.runs.event_log import RecentEvents
 from raypod.runs.event_text import RECENT, text_of, time_of
 from raypod.runs.growing_file import GrowingFile
-from raypod.runs.lines import events_in, flat
+from raypod.runs.metrics import events_in, flat
 from raypod.runs.run_state import RunEndWatch, RunState
 from raypod.system.files import parse_json
 

@@ -23,7 +23,7 @@ from raypod.observe.monitor.log_lines import LastLines
 from raypod.observe.monitor.model import Device, HostFacts, Run, Usage
 from raypod.observe.monitor.run_source import LiveRun, RunFiles, with_log_lines
 from raypod.observe.monitor.style import clean
-from raypod.observe.status import registry
+from raypod.observe.status import endpoint
 from raypod.system.usage import HostMeter
 
 _FIRST_ANSWER_S = 2.5  # to wait for, with `wait`
@@ -89,7 +89,7 @@ class ThisHost:
 
     def _follow(self) -> None:
         """Start to follow new processes, and stop with those that are gone; their runs remain, as their files say."""
-        entries = {(entry.pid, entry.port): entry for entry in registry.entries()}
+        entries = {(entry.pid, entry.port): entry for entry in endpoint.entries()}
         for key in self._live.keys() - entries.keys():
             ended = self._live.pop(key)
             ended.stop()

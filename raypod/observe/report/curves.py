@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 from raypod.events import EvaluationDone, UpdateDone
 from raypod.plan.values import TRACES
-from raypod.runs.lines import flat
+from raypod.runs.metrics import flat
 
 MAX_ROWS = 4000  # of a run in a page
 _ALWAYS = ("samples_per_s", "data_wait_share")

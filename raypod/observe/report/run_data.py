@@ -29,7 +29,7 @@ null). Its size is bounded, whatever the length of the run. Keys:
     starts       [{generation, cause, total_s, steps: [[name, seconds], ...], instances: [[index, steps], ...]}]
     instances    [{instance, host, pid, replicas: [first, number], lost: number of times}], as of the newest generation
     versions     {package: {version: [instances]}}
-    plan         null, or what `plan_data.plan_data` returns
+    plan         null, or what `plan_data` returns
     config       {"section.key": value}, without the settings that have no effect
     test         null, or the content of `test.json`: what the newest evaluation says of the predictions
     summary      null, or the content of `summary.json` of the newest start, without its evaluations
@@ -65,7 +65,7 @@ from raypod.plan.values import ipus_of
 from raypod.runs import run_state
 from raypod.runs.growing_file import GrowingFile
 from raypod.runs.lease import Log
-from raypod.runs.lines import events_in
+from raypod.runs.metrics import events_in
 from raypod.runs.run_state import RunEndWatch
 from raypod.runs.upload import remote_run
 from raypod.system.command_line import counted

@@ -27,8 +27,8 @@ from raypod.plan.layout import EVALUATIONS, MEDIA, METRICS
 from raypod.plan.resolve import read_yaml
 from raypod.runs import run_state
 from raypod.runs.growing_file import GrowingFile
-from raypod.runs.lines import events_in, traces_of
 from raypod.runs.media import LIST, LoggedMedia, logged_media
+from raypod.runs.metrics import events_in, traces_of
 from raypod.system.companion import Input, SavedState, attending
 from raypod.system.files import make_folder, parse_json
 from raypod.system.redaction import Redaction

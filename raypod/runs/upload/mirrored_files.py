@@ -1,8 +1,7 @@
-"""Mirror the files of a run, except checkpoints: each is replaced as a whole when it has changed.
+"""Mirror the files of a run and its checkpoints.
 
-The mirrored files of a run folder, each with the part that is complete. `plan/layout.py` names them.
-
-Mirror the checkpoints of a run: each is complete on the storage or absent, and its manifest comes last.
+A file is replaced as a whole when it has changed; `plan/layout.py` names the mirrored ones. A checkpoint is complete on
+the storage or absent, and its manifest comes last.
 
 The storage is listed before each upload, so that objects that someone has removed or truncated are found. A pod that
 was cut off may still upload when another one has the place: whatever is removed or replaced was listed before, and then

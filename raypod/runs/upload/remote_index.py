@@ -1,9 +1,8 @@
 """The index of a run on the storage, as the process that mirrors the run keeps it.
 
-`index.json` of a run on a remote storage: whose run it is, and the hashes of its files except checkpoints.
-
-A file is replaced in two steps: the index first lists the new content beside the old one, then the file is replaced.
-So a reader can verify every file, also if the writer was killed at any point. Checkpoints have manifests instead.
+`index.json` says whose run it is, and has the hashes of its files except checkpoints. A file is replaced in two steps:
+the index first lists the new content beside the old one, then the file is replaced. So a reader can verify every file,
+also if the writer was killed at any point. Checkpoints have manifests instead.
 """
 
 from __future__ import annotations

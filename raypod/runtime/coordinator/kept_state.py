@@ -154,7 +154,7 @@ def newest(positions: Dict[int, int]) -> Optional[int]:
 
 # A folder on another disk of this host, for the newest state of a run whose run folder cannot take it any more.
 #
-# It has what a run folder has, and is passed on to the places that keep the run besides its folder: `api/rescue.py`.
+# It has what a run folder has, and is passed on to the places that keep the run besides its folder: `api/training.py`.
 
 
 class Elsewhere:

@@ -31,7 +31,7 @@ from raypod.runtime.launcher import reaper
 from raypod.runtime.launcher.records import STDERR, STDOUT, HostFacts, HostReport, Program, ProgramEnd, ProgramUsage
 from raypod.runtime.worker.collectives import horovod_interface, horovod_proxy, uses_installed_horovod
 from raypod.runtime.worker.horovod_proxy import HorovodProxy
-from raypod.system import emulated, interfaces
+from raypod.system import interfaces, sdk
 from raypod.system.process import cpus_of_node, script_command
 from raypod.system.usage import HostMeter, cpu_seconds_of
 
@@ -45,7 +45,7 @@ class HostProcess:
     def __init__(self) -> None:
         self._pump: Optional[OutputPump] = None
         self._commands = self._stdin = -1
-        self._rendezvous: Optional[emulated.rendezvous.StoreServer] = None
+        self._rendezvous: Optional[sdk.rendezvous.StoreServer] = None
         self._horovod_proxy: Optional[HorovodProxy] = None
         self._meter, self._measured_s = HostMeter(), 0.0
 
@@ -74,7 +74,7 @@ class HostProcess:
     def join_rendezvous(self, rendezvous: Dict[str, str], address: str = "") -> HostFacts:
         """Return the variables by which this host reaches the rendezvous; `address` is its own, if one was chosen."""
         self._horovod_proxy = horovod_proxy(rendezvous)
-        rendezvous_host = str(emulated.rendezvous.host_of(rendezvous))
+        rendezvous_host = str(sdk.rendezvous.host_of(rendezvous))
         environment = horovod_interface(rendezvous_host)
         if address:
             name = str(interfaces.interface_of(address))
@@ -85,7 +85,7 @@ class HostProcess:
 
     def open_rendezvous(self, address: str) -> Dict[str, str]:
         """Open the rendezvous of all instances at this host's `address`; return its variables."""
-        self._rendezvous = emulated.rendezvous.serve(address, 0)
+        self._rendezvous = sdk.rendezvous.serve(address, 0)
         return self._rendezvous.environment
 
     def start(self, programs: Sequence[Program], grace_s: float) -> None:
@@ -182,7 +182,7 @@ def _describe(program: Program, files: List[int], cpus: Optional[List[int]], sha
     return {
         "index": program.instance,
         "argv": program.argv,
-        "environment": {**emulated.activation.settings(replicas_at_a_time=at_a_time), **program.environment},
+        "environment": {**sdk.activation.settings(replicas_at_a_time=at_a_time), **program.environment},
         "working_dir": program.working_dir,
         "files": files,
         "cpus": cpus,

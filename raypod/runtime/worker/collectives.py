@@ -20,8 +20,8 @@ from typing import Dict, Optional, Tuple, Type
 from raypod.errors import ClusterError, SdkError
 from raypod.runtime.worker.horovod_proxy import HorovodProxy
 from raypod.system import interfaces
-from raypod.system.emulated import rendezvous
 from raypod.system.interfaces import address_in, interface_of, local_address_to
+from raypod.system.sdk import rendezvous
 
 _CONNECT_TIMEOUT_S = 60.0  # to the rendezvous server
 UNRECOVERABLE = "UNRECOVERABLE"

@@ -19,8 +19,8 @@ from raypod.plan.ipu_options import profile_environment
 from raypod.plan.placement import InstanceSpec, Placement
 from raypod.plan.plan import Plan
 from raypod.system import cores
-from raypod.system.emulated import activation
 from raypod.system.process import bind_process
+from raypod.system.sdk import activation
 
 
 def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") -> Dict[str, str]:

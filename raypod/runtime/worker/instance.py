@@ -31,9 +31,8 @@ from raypod.runtime.worker.control import ATTACHING, LOADING, SNAPSHOT, Heartbea
 from raypod.runtime.worker.replica_model import EvaluationSums, ReplicaModel, ScheduledRate
 from raypod.runtime.worker.seeding import Endpoint, Seeding, SeedingPeer
 from raypod.runtime.worker.training_state import RandomStates, Snapshots, TrainingState
-from raypod.system.emulated import telemetry
 from raypod.system.process import StepTimer, sources_digest, versions
-from raypod.system.sdk import Sdk
+from raypod.system.sdk import Sdk, telemetry
 from raypod.system.spans import recorder
 from raypod.training.checkpoint import snapshots, tensors
 from raypod.training.checkpoint.format import Checkpoint, Manifest

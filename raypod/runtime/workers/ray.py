@@ -28,8 +28,7 @@ from raypod.runtime.workers.ray_nodes import (
     wait_for_nodes,
 )
 from raypod.runtime.workers.ray_replace import ProcessKiller, Replacements, Standbys
-from raypod.runtime.workers.ray_reservation import Reservation, reserve
-from raypod.runtime.workers.ray_room import HostRoom
+from raypod.runtime.workers.ray_reservation import HostRoom, Reservation, reserve
 from raypod.runtime.workers.ray_server import RayServer, serve_here, serve_on
 from raypod.runtime.workers.ray_session import RaySession
 from raypod.runtime.workers.ray_watch import Requests, Watch

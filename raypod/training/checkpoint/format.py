@@ -1,11 +1,10 @@
 """The content of a checkpoint: its manifest as a record and as JSON, its tensor files, and which checkpoints are kept.
 
-Does not import torch and accesses no files: `storage` does, and `tensors` encodes the tensor files.
+Does not import torch and writes no files: `storage` does, and `tensors` encodes the tensor files.
 
-Hashes of the files of a checkpoint: SHA-256 of small files, XXH3-128 of large ones. Does not import torch.
-
-With SHA-256 hashing takes six times as long as loading, with XXH3-128 less than loading. Both find every damage that a
-disk or a network causes. A manifest has the SHA-256 of the weights, too, whatever the size of their file.
+The hashes of the files are SHA-256 of small files, XXH3-128 of large ones. With SHA-256 hashing takes six times as long
+as loading, with XXH3-128 less than loading. Both find every damage that a disk or a network causes. A manifest has the
+SHA-256 of the weights, too, whatever the size of their file.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class FileRecord:
 
     @property
     def algorithm(self) -> str:
-        """The algorithm of the hash, see `digest`."""
+        """The algorithm of the hash, see `algorithm_for`."""
         return SHA256 if self.xxh3_128 is None else XXH3_128
 
     @property

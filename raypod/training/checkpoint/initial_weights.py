@@ -31,7 +31,7 @@ def load(network: nn.Module, path: Path, ignored: Sequence[str]) -> None:
 
     Args:
         network: the network.
-        path: a safetensors file, or a state dict that `torch_file.read` reads, also one in a dict under
+        path: a safetensors file, or a state dict that `read` reads, also one in a dict under
             `state_dict` or `model`.
         ignored: patterns of names that keep their initialization, or that are left out of the file.
 

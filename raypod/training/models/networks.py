@@ -3,8 +3,7 @@
 `resnet8`, `resnet14`, `resnet20` are the residual networks for small images of He et al. 2016, section 4.2 (6n + 2
 layers). `resnet18` and larger come from torchvision; for images under 64 pixels their stem is one 3x3 convolution of
 stride 1 without pooling, as is usual for CIFAR. The vision transformers are torchvision's: ViT-B/16, and two small ones
-that divide an image of any size into 8 x 8 patches. `mobile_networks` and `library_models`
-have the others.
+that divide an image of any size into 8 x 8 patches. `library_models` has the others.
 
 EfficientNet (Tan and Le 2019) and MobileNet v3 (Howard et al. 2019) of torchvision, and models of timm by name.
 """

@@ -13,7 +13,7 @@ from raypod.plan import user_code
 from raypod.plan.plan import Plan
 from raypod.plan.sections import SNAPSHOTS_KEPT
 from raypod.system import sdk
-from raypod.system.emulated import activation, telemetry
+from raypod.system.sdk import activation, telemetry
 from raypod.training.models.schedule import StageCost, compare_strategies
 
 _SAMPLES = 2  # of larger micro-batches: BatchNorm needs more than one

@@ -9,10 +9,9 @@ from typing import Any, Callable, Dict
 
 import pytest
 
-from raypod.observe.monitor.log_lines import LogTail
+from raypod.observe.monitor.log_lines import LogTail, RemoteLog
 from raypod.observe.monitor.model import HostFacts, Pod, Usage, to_json
 from raypod.observe.monitor.pod_source import PodSource, RemoteHost, build_pod
-from raypod.observe.monitor.remote_log import RemoteLog
 from raypod.plan.cluster import Cluster, Host, Ssh
 from raypod.runtime import ssh
 from raypod.system.files import strict_json

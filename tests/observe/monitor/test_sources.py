@@ -19,9 +19,8 @@ from raypod.observe.monitor.model import Device, Run
 from raypod.observe.monitor.run_source import RunFiles, with_log_lines
 from raypod.observe.monitor.this_host import ThisHost
 from raypod.observe.monitor.views import run_lines
-from raypod.observe.status import registry
-from raypod.observe.status.endpoint import snapshot_route
-from raypod.observe.status.registry import Entry
+from raypod.observe.status import endpoint
+from raypod.observe.status.endpoint import Entry, snapshot_route
 from raypod.observe.status.token_server import Query, Response, Route, TokenServer
 from raypod.runs import run_state
 from raypod.system.process import process_start_ticks
@@ -166,7 +165,7 @@ def test_damaged_files_do_not_matter(folder: Path, damage: str) -> None:
 @contextlib.contextmanager
 def serving(run_dir: Path, answer: Route) -> Iterator[None]:
     """A registered endpoint of this process."""
-    with TokenServer({"/status": answer}) as server, registry.registered(run_dir, server.port, server.token):
+    with TokenServer({"/status": answer}) as server, endpoint.registered(run_dir, server.port, server.token):
         yield
 
 

@@ -19,7 +19,7 @@ from raypod.observe.trackers.process import Follower
 from raypod.observe.trackers.processes import TrackerProcesses
 from raypod.observe.trackers.tracker import Point, RunFacts, Steps
 from raypod.runs import run_folder
-from raypod.runs.lines import line_of
+from raypod.runs.metrics import line_of
 from raypod.system.companion import Input, write_state
 from raypod.system.redaction import Redaction
 from tests.support import ROOT
