@@ -20,7 +20,7 @@ from raypod.runs import run_folder
 from raypod.runs.lease import EXPIRES_AFTER_S
 from raypod.runs.sinks import check_packages
 from raypod.runs.upload import remote_run
-from raypod.runtime.workers.fleet import with_fleet
+from raypod.runtime.workers.choice import with_fleet
 from raypod.system import sdk
 from raypod.system.command_line import FlagParser, check_utf8, value_of, width_of
 from raypod.system.process import environment_variables

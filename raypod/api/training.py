@@ -58,7 +58,8 @@ from raypod.runtime.coordinator import coordinator
 from raypod.runtime.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.runtime.coordinator.kept_state import Elsewhere
 from raypod.runtime.coordinator.stop import Stop, deadline_of, early_stop
-from raypod.runtime.workers.fleet import Fleet, fleet_for
+from raypod.runtime.workers.choice import fleet_for
+from raypod.runtime.workers.fleet import Fleet
 from raypod.system.command_line import shortened
 from raypod.system.files import replace_file, strict_json
 from raypod.system.signals import on_abort

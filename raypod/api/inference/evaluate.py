@@ -20,7 +20,7 @@ from raypod.runs.predictions import check_format, write
 from raypod.runtime.coordinator.evaluated import Evaluated, evaluate_now
 from raypod.runtime.coordinator.same_data import check_same_data
 from raypod.runtime.coordinator.stop import Stop, stop_on_signal
-from raypod.runtime.workers.fleet import fleet_for
+from raypod.runtime.workers.choice import fleet_for
 from raypod.system.command_line import show
 
 

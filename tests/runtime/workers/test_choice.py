@@ -13,7 +13,7 @@ import pytest
 from raypod.plan import tables
 from raypod.plan.plan import Plan
 from raypod.runtime.workers import ray_session
-from raypod.runtime.workers.fleet import fleet_for, with_fleet
+from raypod.runtime.workers.choice import fleet_for, with_fleet
 from raypod.runtime.workers.inline import InlineFleet
 
 ONE = {"num_instances": 1}
