@@ -1,9 +1,4 @@
-"""`raypod.fit` and `raypod.stream`: a training run as a function call, and as an iterator of events.
-
-From the arguments of `fit` to a plan: a task, a config and keyword flags.
-
-Callbacks of `raypod.fit`: functions and objects that get the events of a run, and may request its end.
-"""
+"""`raypod.fit` and `raypod.stream`: a training run as a function call, its arguments, and callbacks for its events."""
 
 from __future__ import annotations
 

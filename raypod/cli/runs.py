@@ -1,7 +1,4 @@
-"""The command lines of `raypod plan`, `verify-data`, `status`, `attach`, `stop` and `version`.
-
-`raypod files`: the recipes and cluster files that raypod contains.
-"""
+"""The command lines of `raypod plan`, `verify-data`, `status`, `attach`, `stop`, `files` and `version`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Settings that contradict each other, or that have no effect together.
-
-The settings of a config that have no effect with the others: a report leaves them out.
-"""
+"""Settings that contradict each other, or that have no effect, which a report leaves out."""
 
 from __future__ import annotations
 

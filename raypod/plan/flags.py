@@ -1,7 +1,4 @@
-"""The flags of a command line, one for every key of a configuration: `--batch-size` sets `training.batch_size`.
-
-The help group of each flag, and the placeholder of its value: `--help`, `--help GROUP` and `--help-all`.
-"""
+"""The flags of a command line, one for every key of a configuration, and their groups in the help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning rate of every update, and the loss scaling of every epoch. Needs no torch.
+"""The learning rate of every update, its default, and the loss scaling of every epoch. Needs no torch.
 
 The rate is a warm-up, then the schedule of the config or a user's function.
 

@@ -1,9 +1,7 @@
-"""Check a cluster file for problems with Ray's launcher: errors that prevent a start, and warnings.
+"""Check a cluster file and Ray's folders on its hosts for problems with Ray's launcher: errors and warnings.
 
 `raypod up` refuses errors and prints warnings; `doctor` lists both. Applies to Ray 2.10 to 2.60 with provider type
 `local`.
-
-Check the folder of Ray's files, RAY_TMPDIR of the start commands, on the hosts of a cluster file.
 """
 
 from __future__ import annotations

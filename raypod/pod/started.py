@@ -1,7 +1,4 @@
-"""The checks after Ray's start: has every host joined, and do they run the same sources with a working interpreter?
-
-Causes of a failed start in the logs of Ray's launcher, of its autoscaler and of a host's raylet.
-"""
+"""The checks after Ray's start: which hosts have joined, which sources they run, and why a start failed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""`raypod up FILE` and `down FILE`: start and stop Ray on all hosts of a cluster file.
+"""`raypod up FILE` and `down FILE`: start and stop Ray on all hosts of a cluster file; one `up` at a time.
 
 `ray up` returns when the head runs and does not report missing workers; `up` waits for all hosts. `ray down` stops only
 the head, and every other Ray on that host; `down` stops this cluster on all hosts and nothing else.
-
-Only one `raypod up` at a time starts a cluster, from whichever machine and user: they would undo each other's steps.
 
 A process on the head holds a lock for as long as its ssh connection lasts, so that none stays when `up` is killed.
 After a lost network, sshd can keep the connection for hours: the message names the process.

@@ -1,10 +1,8 @@
-"""Aggregate the reports of all instances into one record per update.
+"""Aggregate the reports of all instances into one record per update, and read the lines of `metrics.jsonl`.
 
 Values of replicas are combined by exact summation, so that the loss of an update does not depend on how the replicas
 are distributed over instances. `metrics.jsonl` holds every update; the progress bar and the summary derive from it.
 The metrics of an epoch are ratios of the sums over its updates, which checkpoints contain for the epoch in progress.
-
-The throughput over the most recent calls.
 
 The reports of several instances arrive in any order, so that the reports of two calls may complete within a millisecond
 of each other. The time between them says nothing about the speed; the time of all calls of a second does.

@@ -1,10 +1,6 @@
-"""Console output of a run: the plan, a progress bar and a line per epoch, failures, and the result.
+"""Console output of a run: the plan, a progress bar with the remaining time, failures, and the table at the end.
 
 The bar uses tqdm, on the driver only. If stderr is neither a terminal nor that of a notebook, plain lines replace it.
-
-The table at the end of a run: time, throughput, restarts, and where its files are.
-
-The remaining time of a run, estimated from its events.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The run folder: its path, the files that are written before the run, and the summary after it.
-
-`logs/coordinator.log`: the output of a detached coordinator, and the times of its lines.
-
-From which checkpoint a run was begun with `--resume`: the same command then continues it, and does not begin again.
+"""The run folder: its path, what is written before the run, the summary after it, and from which checkpoint it began.
 
 The event `run_started` has the record, so that it lasts as long as what the run has done since.
 """

@@ -1,8 +1,6 @@
-"""`state.json`: the coordinator's process and the progress of a run, for `raypod status`, `attach` and `stop`.
+"""`state.json`: the process and the progress of a run, for `status`, `attach` and `stop`; and whether it has ended.
 
 The coordinator writes it at most once per second, and less often on a disk on which that takes long.
-
-Whether a run or a launch has ended, judged from its folder on any host that can read it.
 """
 
 from __future__ import annotations

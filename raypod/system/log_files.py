@@ -1,9 +1,7 @@
-"""The times of a log file: lines of output carry none, so a file beside the log maps times to offsets in it.
+"""Log files: the times of their lines, their last line, and the lines of exceptions and faults.
 
 `instance-0.times` belongs to `instance-0.log`. Each line of it is a mark: a time in seconds since 1970, and the size in
 bytes that the log had then. What stands before that offset was written before that time, and the rest after it.
-
-Lines of a log file: the last one that this process and its children wrote, and those of exceptions and faults.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Signals that request this process to stop.
-
-Ends this process from a thread, while the main thread is blocked in a library and handles no signal.
-"""
+"""Signals that request this process to stop, and its end while a library blocks the main thread."""
 
 from __future__ import annotations
 

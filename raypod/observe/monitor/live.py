@@ -1,7 +1,4 @@
-"""The live monitor: draws the pod once per interval and after every key, until the user quits.
-
-The terminal of the live monitor: keys without echo, changes of its size, and its state restored at the end.
-"""
+"""The live monitor: draws the pod once per interval and after every key, in a terminal that it restores at the end."""
 
 from __future__ import annotations
 

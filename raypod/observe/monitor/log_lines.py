@@ -1,7 +1,4 @@
-"""The last lines of log files that grow.
-
-A log file on another host, followed by `tail -F` over ssh while the user looks at it.
-"""
+"""The last lines of log files that grow, on this host and, by `tail -F` over ssh, on others."""
 
 from __future__ import annotations
 

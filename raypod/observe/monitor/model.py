@@ -1,10 +1,6 @@
-"""What the monitor shows, as immutable plain data: the hosts of a pod with their IPUs, and the runs on them.
+"""What the monitor shows, as immutable plain data: hosts, IPUs, runs, network rates; and what the user looks at.
 
 `to_json` and `from_json` define the output of `raypod monitor --json`; docs/reference/observability.md has its keys.
-
-Rates of the network counters of hosts, from consecutive measurements.
-
-What the user looks at: the view, the selected run and instance, and how keys change them. Pure data.
 """
 
 from __future__ import annotations

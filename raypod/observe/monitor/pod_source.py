@@ -1,9 +1,4 @@
-"""The pod that is shown: this host alone, or all hosts of a cluster file.
-
-The pod from what the monitors on its hosts found: which IPU works for which run. Pure functions.
-
-Another host of the cluster: the output of `raypod monitor --json --follow` there, through one ssh connection.
-"""
+"""The pod that is shown: this host alone, or all hosts of a cluster file, each asked through ssh."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Follows one run in a thread: asks its status endpoint, and reads its files if that does not answer.
-
-A run as the monitor shows it, from the JSON of its status endpoint, and events in one line.
-
-A run from the files of its folder: it has ended, runs on another host, or its coordinator does not answer.
-"""
+"""One run, followed in a thread: from its status endpoint, or from its files if that does not answer."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Numbers, times and foreign text as short, printable words for a terminal; sparklines and bars.
-
-Tables of text that fit a width: columns are left out by priority, and one column takes the rest of the line.
-
-The colours of states and events, and short texts about a run that several views show.
-"""
+"""Words, tables and colours of the monitor: numbers, times, foreign text, sparklines, columns that fit a width."""
 
 from __future__ import annotations
 

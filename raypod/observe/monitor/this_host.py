@@ -1,6 +1,4 @@
-"""This host: its load, its IPUs, and all runs whose coordinator is here; and a run folder that is not among them.
-
-The IPUs of this host and the processes on them, from Graphcore's `gc-monitor --json`, where it is installed.
+"""This host: its load, its IPUs and their processes (`gc-monitor`), and the runs whose coordinator is here.
 
 inferred: the public documentation shows the tool's table, not its JSON. Every object with the number of an IPU counts,
 at any depth, under the names of the table's columns.

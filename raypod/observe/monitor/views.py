@@ -1,9 +1,4 @@
-"""The run view, the log view and the events view as lines of text. Pure functions of the model and the size.
-
-The pod view as lines of text: the runs, and host by host the load and the IPUs. Pure functions.
-
-The whole screen: a title line, the view, and a line of keys. A pure function of the model and the size.
-"""
+"""The screen as lines of text: the pod, run, log and events views. Pure functions of the model and the size."""
 
 from __future__ import annotations
 

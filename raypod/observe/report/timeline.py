@@ -1,11 +1,7 @@
-"""The timeline of a run: its generations, phases, saves, evaluations, faults and repairs, from `events.jsonl`.
+"""The timeline of a run: generations, phases, saves, faults, starts, and durations of calls, from `events.jsonl`.
 
 Times are seconds since the first start of the run. The time between two processes of a run (it was interrupted, and
 resumed later) is left out and listed among the gaps.
-
-The durations of calls per instance, from the records `call_times` of `events.jsonl`, of bounded size.
-
-The starts of a run and its instances: where the start-up time went, on which hosts, with which versions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The status endpoint of a training run, on a loopback port that `state.json` names.
+"""The status endpoint of a run, on a loopback port that `state.json` names, and the registry of those of this host.
 
 `/status` is JSON, `/metrics` the Prometheus text format.
-
-The status endpoints of all processes on this host: a file for each of them, in a folder per user.
 
 The folder is `/tmp/raypod-UID`, or RAYPOD_RUNTIME_DIR; only its user can read it. An entry contains the token of the
 endpoint. It counts only while its process runs (pids are reused, so the start time is compared) and only in the same

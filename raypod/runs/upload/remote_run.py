@@ -1,6 +1,4 @@
-"""Read a run from a remote storage: everything is verified before it is used.
-
-Local copies of runs on a remote storage, for commands that read a run: the small files, and manifests.
+"""Read a run from a remote storage: everything is verified; commands get a local copy of its small files.
 
 The tensors of a checkpoint are copied when a command needs them. The copies are removed when the process ends.
 """

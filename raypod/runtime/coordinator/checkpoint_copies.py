@@ -1,11 +1,7 @@
-"""`--checkpoint-copies`: a thread keeps the newest checkpoint of a run also on other hosts.
+"""`--checkpoint-copies`: a thread chooses other hosts and sends them the newest checkpoint of a run.
 
 The run never waits for it, except at its end for a limited time. Nothing that fails here ends or slows the run: a host
 to which a transfer fails is replaced by the next one, with one warning.
-
-The processes on other hosts that keep copies of checkpoints: which are used, and on which disks they write.
-
-Send a checkpoint of this host, with the files of its run, to a `CopyReceiver` on another host.
 
 All files are opened before the first one is sent: a checkpoint that is removed meanwhile is sent to its end.
 """

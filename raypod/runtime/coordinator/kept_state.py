@@ -1,7 +1,4 @@
-"""Choose and save the newest state that any instance holds, in the run folder or, if it is full, on another disk.
-
-The snapshots of a run: a process per host keeps them, and a repair continues from the newest one.
-"""
+"""The newest state that any instance holds: saved in the run folder or on another disk, and snapshots on the hosts."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""The actor of one host: it starts the programs of its instances and handles their output, signals and stdin.
+"""The actor of one host: it starts the programs of its instances and handles output, signals and stdin.
 
 Plain Python; `ray_hosts.py` makes it a Ray actor. The programs are children of the reaper (`reaper.py`), a separate
 process that ends them when this process exits.
-
-Read the output of a host's programs as it arrives, and hold it until the launcher fetches it.
 
 The buffer is bounded: while it is full, nothing more is read, and the programs block in their next write.
 """

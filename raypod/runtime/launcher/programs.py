@@ -1,4 +1,4 @@
-"""Build the programs of every host, with their environment, from a request and a placement.
+"""Build the programs of every host, with their environment and, on IPUs, the V-IPU partition that they use.
 
 Later variables override earlier ones: the caller's (with the interpreter's folder first in PATH), those of the
 placement, the partition and the host, `-x`.

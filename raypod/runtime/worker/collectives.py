@@ -1,9 +1,7 @@
-"""The host-side collectives between instances, and the rendezvous through which the instances connect.
+"""The collectives between instances: the rendezvous through which they connect, and their process group.
 
 The collectives are those of `horovod.torch`: an installed Horovod, or the emulated SDK's over Gloo. Both use a
 key-value server on a port that the system chooses; the process that starts the instances opens it and keeps it open.
-
-The network side of one instance: its address, the rendezvous, and the proxy of a real Horovod.
 
 Imports no SDK: the instance initializes `popdist` and Horovod with the environment that is set here.
 """

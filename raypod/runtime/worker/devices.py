@@ -1,8 +1,4 @@
-"""The wrapped models of an instance on its devices: they share them, so at most one is attached.
-
-Compiles the programs of an instance without a device: the executables are those of a run with the same settings.
-
-The folder in which PopTorch keeps compiled executables, and its lock files there.
+"""The wrapped models of an instance on its devices, their compilation, and the folder of compiled executables.
 
 Of the processes of a run, PopTorch lets the first one compile and the others wait: each appends a byte to a lock file,
 and the last one removes it. It counts the processes of all hosts. A folder of one host never sees them all, so the file

@@ -1,7 +1,4 @@
-"""The environment variables of an instance's process, which are set before torch and the SDK are imported.
-
-Give the process of an instance its share of the cores of its host.
-"""
+"""The environment variables and the cores of an instance's process, set before torch and the SDK are imported."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""The process of one instance: sets up its environment and log file, then runs the instance in one thread.
+"""The process of one instance: its environment, log file and warnings, and the thread that runs the instance.
 
 `runtime/workers/ray.py` wraps it in a Ray actor. Nothing here may import torch or the SDK before the
 environment is set.
-
-The warnings of an instance's process about the user's code, for the coordinator: they are also in its log file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The state of a training, as checkpoints, snapshots and broadcasts contain it.
-
-The states of the random numbers of all instances on IPUs, as a checkpoint contains them.
+"""The state of a training, with the random numbers of all instances, as checkpoints, snapshots and broadcasts have it.
 
 PopTorch reads and sets the state of the replicas of its own process, once the model is compiled. The emulated SDK has
 those of all replicas in the state that `program.read_replica_state` returns.

@@ -1,6 +1,4 @@
-"""Ray nodes of a placement: match nodes to hosts, wait for missing ones, find those that are being drained.
-
-Compare the clocks of the instances' hosts with this one's, by requests whose sending and arrival are measured here.
+"""Ray nodes of a placement: match them to hosts, wait for missing ones, find drained ones, compare their clocks.
 
 A host's clock was read between the two times, so that their middle is wrong by at most half their distance.
 """

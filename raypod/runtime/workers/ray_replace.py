@@ -1,6 +1,4 @@
-"""Replace lost instances: kill their processes, and start actors on their hosts, on spare hosts, or on used ones.
-
-Standbys: processes that have imported torch and the SDK and loaded the data, and wait to replace lost instances.
+"""Replace lost instances: kill their processes, and begin on a standby, or in a new actor on a host with room.
 
 They wait on the hosts of the plan, whose resources are reserved. A replacement on another host starts a new process.
 """

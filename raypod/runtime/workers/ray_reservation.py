@@ -1,11 +1,9 @@
-"""Reservations of Ray nodes: one placement group with a bundle per host, all or none.
+"""Reservations of Ray nodes (one placement group, all or none), and the room for replicas on the live ones.
 
 In a placement group, as that of a Ray Tune trial, its bundles are used instead: they are reserved already.
 
 Where Ray supports label selectors, a bundle is pinned to the id of its node. Older versions (2.10) pin only by
 `node:<address>`, a resource of every node with that address; there the node of each bundle is looked up afterwards.
-
-The room for replicas on the hosts of a cluster: which of its Ray nodes are alive, and which of these respond.
 """
 
 from __future__ import annotations

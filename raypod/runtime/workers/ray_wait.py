@@ -1,7 +1,4 @@
-"""Take everything that Ray has ready at once, and detect pauses of this process. Used by training and by launches.
-
-The causes of the deaths of actors: Ray's reason, and the exception or fault in the log file of an instance.
-"""
+"""Take what Ray has ready, detect pauses of this process, and find the causes of the deaths of actors."""
 
 from __future__ import annotations
 

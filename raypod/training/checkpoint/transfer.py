@@ -1,4 +1,4 @@
-"""Checkpoints between hosts without a shared disk: an instance sends them to the coordinator's host, or fetches one.
+"""Checkpoints between hosts without a shared disk: to and from the coordinator's host, and as copies on other hosts.
 
 A process on the coordinator's host serves a `CheckpointReceiver` or a `CheckpointFiles`; the instance calls its
 methods through a `Server`. Files are sent in chunks, a few at a time, and hashed on both sides; a received checkpoint

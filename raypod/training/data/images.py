@@ -1,6 +1,4 @@
-"""Images and labels as batches: checked, augmented, resized, normalized and cast, on the host or for the device.
-
-Mixup and cutmix: what the host draws for the pairs of samples of a micro-batch, and the mixture on the device.
+"""Images and labels as batches: checked, augmented, mixed, resized, normalized and cast, on the host or the device.
 
 As in Graphcore's CNN application. Mixup (Zhang et al. 2018) adds to each image the one before it in its micro-batch;
 cutmix (Yun et al. 2019) pastes a rectangle of another one, with mixup of the one before that. The random numbers of a

@@ -1,6 +1,4 @@
-"""The data of a user's task: arrays in memory, or map-style data sets of tensors, tuples or dicts.
-
-`Task.collate` and `pad_collate`: samples of different lengths become samples of one shape.
+"""The data of a user's task: arrays or map-style data sets of tensors, tuples or dicts, and their `collate`.
 
 A device needs the same shape in every call, and a batch must not depend on the placement. So the function is called
 with one sample at a time, and torch's `default_collate` combines the results.

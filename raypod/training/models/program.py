@@ -1,11 +1,4 @@
-"""The PopTorch programs of a replica: the modules, options and optimizer of training and evaluation.
-
-The network as the methods of a task get it.
-
-The section `ipu` in a PopTorch program: the calls on `poptorch.Options`, and the marks in its network.
-
-Large products and losses in parts, which need less memory of an IPU.
-"""
+"""The PopTorch programs of a replica: modules, options (section `ipu`) and optimizer of training and evaluation."""
 
 from __future__ import annotations
 

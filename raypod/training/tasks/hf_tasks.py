@@ -1,7 +1,4 @@
-"""Models of transformers for text: causal and masked language models, classification of sequences and of tokens.
-
-Image classification with a model of transformers.
-"""
+"""Tasks with models of transformers: language models, classification of sequences, tokens and images."""
 
 from __future__ import annotations
 
