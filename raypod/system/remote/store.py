@@ -211,7 +211,7 @@ class Store:
             while received < most_bytes:
                 try:
                     chunk = await file.read(min(_CHUNK_BYTES, most_bytes - received))
-                except Exception:  # noqa: BLE001 - storage libraries raise many exception types
+                except Exception:
                     if file.r is None:  # there is no response
                         raise
                     return received, False
