@@ -186,23 +186,27 @@ def _measure(file: Path, processes: List[subprocess.Popen[bytes]], replace: Call
     killed_s = time.monotonic()
     ended = replace()
 
-    def find_whole(lines: List[Line]) -> Optional[int]:
-        """Return the first update of both processes after those that the ended ones have done."""
-        done = max(line.update for line in lines if line.pid in ended)
-        new = [line for line in lines if line.update > done and line.pid not in ended]
-        both = ({line.update for line in new if line.rank == rank} for rank in (0, 1))
-        return min(set.intersection(*both), default=None)
+    whole = _wait(file, processes, lambda lines: find_whole(lines, ended))
+    return result_of(lines_of(file), killed_s, whole)
 
-    whole = _wait(file, processes, find_whole)
-    lines = lines_of(file)
+
+def find_whole(lines: List[Line], ended: Set[int]) -> Optional[int]:
+    """Return the first update of both processes after those that the `ended` ones have done; None if there is none."""
+    done = max(line.update for line in lines if line.pid in ended)
+    new = [line for line in lines if line.update > done and line.pid not in ended]
+    both = ({line.update for line in new if line.rank == rank} for rank in (0, 1))
+    return min(set.intersection(*both), default=None)
+
+
+def result_of(lines: List[Line], killed_s: float, whole: int) -> Result:
+    """Return what the kill cost up to update `whole`."""
     # A survivor may end the update in which it was with the victim: that is no recovery.
     alone = [line.seconds for line in lines if line.processes == 1 and line.seconds > killed_s]
-    next_s = min(alone + [line.seconds for line in lines if line.update == whole])
-    whole_s = max(line.seconds for line in lines if line.update == whole)
+    done_s = [line.seconds for line in lines if line.update == whole]
     before = min(max(line.update for line in lines if line.rank == rank and line.seconds < killed_s) for rank in (0, 1))
     updates = [line.update for line in lines if line.rank == 0]
-    skipped = _unused(lines, whole) - _unused(lines, before)
-    return Result(next_s - killed_s, whole_s - killed_s, skipped, len(updates) - len(set(updates)))
+    skipped, repeated = _unused(lines, whole) - _unused(lines, before), len(updates) - len(set(updates))
+    return Result(min(alone + done_s) - killed_s, max(done_s) - killed_s, skipped, repeated)
 
 
 def _unused(lines: List[Line], update: int) -> int:
