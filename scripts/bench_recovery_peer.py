@@ -14,7 +14,7 @@ from typing import Any, Dict, Sequence, Tuple
 
 import torch
 
-SAMPLES = 2**20  # of the data order: more than are trained
+SAMPLES = 2**19  # of the data order: more than are trained
 
 
 class Part:

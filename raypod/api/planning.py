@@ -206,10 +206,10 @@ def render_with_pipeline(plan: Plan, is_verbose: bool = False) -> str:
             f"\n{'host memory':>12}  {size / 1e6:.1f} MB of each host for the snapshots ({size} bytes, an estimate)"
         )
     if plan.config.run.standby:
-        size = _standby_bytes(plan)
+        standby_size = _standby_bytes(plan)
         about = "no estimate for the standbys: their data is not on this host"
-        if size is not None:
-            about = f"{size / 1e6:.0f} MB of each host for the standbys ({size} bytes, an estimate)"
+        if standby_size is not None:
+            about = f"{standby_size / 1e6:.0f} MB of each host for the standbys ({standby_size} bytes, an estimate)"
         parts[-1] += f"\n{'host memory':>12}  {about}"
     return "\n\n".join(parts)
 
