@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from raypod import train
 from raypod.api.planning import plan_of
 from raypod.plan.config import Config
+from raypod.system import sdk
 from raypod.training.data.source import Source
 from raypod.training.tasks.registry import task_of_plan
 from raypod.training.tasks.task import Task
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    sdk.select("emulated")  # the loss of a language model imports it
     measure = {"ddp": ddp, "limit": limit}[args.peer]
     rate = measure(Peer(args.work), args.updates, args.warm_up)
     if os.environ.get("RANK", "0") == "0":
