@@ -220,14 +220,14 @@ def _standby_bytes(plan: Plan) -> Optional[int]:
     """
     import psutil
 
-    process = psutil.Process()
-    before = process.memory_full_info().uss
+    before = psutil.Process().memory_info()
     try:
         data = task_of_plan(plan).load()  # stays in memory until the measurement
     except DataMissing:
         return None
-    loaded = process.memory_full_info().uss - before
+    after = psutil.Process().memory_info()
     del data
+    loaded = (after.rss - after.shared) - (before.rss - before.shared)  # without what other processes map, too
     return plan.config.run.standby * (_STANDBY_BYTES + max(0, round(loaded, -7)))
 
 
