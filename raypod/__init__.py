@@ -34,7 +34,7 @@ from raypod.errors import (
 )
 
 if TYPE_CHECKING:
-    from raypod.api.callbacks import STOP as STOP
+    from raypod.api.fit import STOP as STOP
     from raypod.api.fit import Stream as Stream
     from raypod.api.fit import fit as fit
     from raypod.api.fit import stream as stream
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from raypod.plan.config import Config as Config
     from raypod.plan.config import TaskOptions as TaskOptions
     from raypod.plan.metric import Metric as Metric
-    from raypod.training.data.collate import pad_collate as pad_collate
     from raypod.training.data.samples import Arrays as Arrays
+    from raypod.training.data.samples import pad_collate as pad_collate
     from raypod.training.data.tables import from_hf as from_hf
     from raypod.training.data.tables import from_parquet as from_parquet
     from raypod.training.data.tables import from_ray_data as from_ray_data
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from raypod.training.tasks.task import Task as Task
 
 _MODULES = {  # of the names that are imported when they are used
-    "STOP": "raypod.api.callbacks",
+    "STOP": "raypod.api.fit",
     "fit": "raypod.api.fit",
     "stream": "raypod.api.fit",
     "Stream": "raypod.api.fit",
@@ -67,7 +67,7 @@ _MODULES = {  # of the names that are imported when they are used
     "Interrupted": "raypod.api.result",
     "Result": "raypod.api.result",
     "Arrays": "raypod.training.data.samples",
-    "pad_collate": "raypod.training.data.collate",
+    "pad_collate": "raypod.training.data.samples",
     "from_hf": "raypod.training.data.tables",
     "from_parquet": "raypod.training.data.tables",
     "from_ray_data": "raypod.training.data.tables",

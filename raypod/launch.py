@@ -14,8 +14,7 @@ from typing import Dict, List, Optional, Sequence
 
 from raypod.errors import ConfigError
 from raypod.observe.status.endpoint import published
-from raypod.observe.status.launch_file import LaunchFile
-from raypod.observe.status.launch_status import LaunchStatus, routes_of
+from raypod.observe.status.launch_status import LaunchFile, LaunchStatus, routes_of
 from raypod.observe.status.token_server import TokenServer, check_port
 from raypod.plan import tables
 from raypod.plan.cluster import Cluster, cluster_of, cluster_of_file, read_cluster
@@ -23,11 +22,9 @@ from raypod.plan.cluster_file import is_network
 from raypod.plan.layout import LAUNCH_OPTIONS
 from raypod.plan.placement import Sizes, check_ilds, place
 from raypod.runtime.launcher import options
-from raypod.runtime.launcher.mpi_arguments import parse_mpi_arguments, without_values
-from raypod.runtime.launcher.options import Request
+from raypod.runtime.launcher.options import Request, parse_mpi_arguments, without_values
 from raypod.runtime.launcher.output import Console, Output
-from raypod.runtime.launcher.partition import partition
-from raypod.runtime.launcher.programs import Programs
+from raypod.runtime.launcher.programs import Programs, partition
 from raypod.runtime.launcher.ray_hosts import RayHosts
 from raypod.runtime.launcher.supervision import Signals, StdinForwarder, Supervision
 from raypod.system.command_line import CLOSED_PIPE, check_utf8, discard, report_errors, show

@@ -15,7 +15,8 @@ from raypod.api.training import Claimed, Training, claimed, resume_point
 from raypod.cli import detached
 from raypod.errors import ConfigError, Preempted
 from raypod.events import RunEnded
-from raypod.runs import progress, summary_table
+from raypod.runs import progress
+from raypod.runs.progress import summary_table
 from raypod.runs.upload.restore import check
 from raypod.runtime.coordinator.stop import Stop, deadline_of, stop_on_signal
 from raypod.system.command_line import INTERRUPTED, FlagParser, discard_unwritten, report_errors, show, tell, width_of
@@ -80,7 +81,7 @@ def _run(run: Claimed, stop: Stop, started_at_s: float, detail: int) -> int:
         if isinstance(event, RunEnded) and event.interrupted:
             exit_code = stop.exit_code if event.preempted else INTERRUPTED
     if detail > progress.QUIET:
-        tell(summary_table.render(run.plan, time.monotonic() - started_at_s, width_of(sys.stdout)))
+        tell(summary_table(run.plan, time.monotonic() - started_at_s, width_of(sys.stdout)))
     return exit_code
 
 

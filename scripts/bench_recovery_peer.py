@@ -1,6 +1,6 @@
 """Ray Train's TorchTrainer with the work of `bench_recovery.py`: DDP over gloo, a checkpoint every few updates.
 
-Each worker appends a line "rank update pid seconds" per update to `--file`. Needs pyarrow and pandas.
+Each worker appends a line per update to `--file`. Needs pyarrow and pandas.
 """
 
 from __future__ import annotations
@@ -10,14 +10,36 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, Sequence, Tuple
+
+import torch
+
+SAMPLES = 2**19  # of the data order: more than are trained
+
+
+class Part:
+    """A process's part of the data order: the indices of samples, in batches."""
+
+    def __init__(self, order: Sequence[int], batch: int) -> None:
+        self._order, self._batch = torch.tensor(order), batch
+        self._images, self._labels = torch.randn(512, 1, 8, 8), torch.arange(512) % 10
+
+    def at(self, position: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Return images and labels of a batch."""
+        samples = self._order[position * self._batch :][: self._batch] % len(self._images)
+        return self._images[samples], self._labels[samples]
+
+
+def line(rank: int, update: int, position: int, processes: int) -> str:
+    """Return the line of an update that `processes` have contributed to, this one with the batch at `position`."""
+    return f"{rank} {update} {os.getpid()} {time.monotonic()} {position} {processes}\n"
 
 
 def train(config: Dict[str, Any]) -> None:
     """Run a worker, from the last checkpoint on."""
-    import torch
     from ray import train as ray_train
     from ray.train import torch as ray_torch
+    from torch.utils.data import DistributedSampler
 
     from raypod.training.models.networks import SmallResNet
 
@@ -33,14 +55,14 @@ def train(config: Dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["update"]
-    images = torch.randn(config["batch"], 1, 8, 8)
-    labels = torch.arange(config["batch"]) % 10
+    part = Part(list(DistributedSampler(range(SAMPLES), 2, rank)), config["batch"])
     with Path(config["file"]).open("a", buffering=1) as file:
         for update in range(first + 1, config["updates"] + 1):
+            images, labels = part.at(update - 1)
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
-            file.write(f"{rank} {update} {os.getpid()} {time.monotonic()}\n")
+            file.write(line(rank, update, update - 1, processes=2))
             if update % config["save_every"]:
                 continue
             with tempfile.TemporaryDirectory() as folder:

@@ -21,7 +21,7 @@ from raypod.plan.environment import horovod_identity
 from raypod.runtime.worker import collectives
 from raypod.runtime.worker.seeding import SeedingPeer, new_seeding
 from raypod.system import sdk, torchvision_import
-from raypod.system.emulated import rendezvous as door
+from raypod.system.sdk import rendezvous as door
 from raypod.training.checkpoint import tensors
 
 WAIT_S = 120.0

@@ -13,7 +13,8 @@ alternate; medians with the extremes.
 
 `disk` reads and decodes generated JPEG files (make_imagenet.py) in one process, for two epochs, with simplejpeg: from
 the S3 server, and from a folder of this host as a URL (file://), each time with an empty cache of the same size, into
-which half of the shards fit.
+which half of the shards fit. It also shows the CPU time per image of the process that reads and decodes, of the process
+that downloads for it, from its start, and of the server, which a storage elsewhere would not take from this host.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import resource
 import signal
 import statistics
 import subprocess
@@ -38,6 +40,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import numpy as np  # noqa: E402 - needs the path above
 
 from raypod.plan.resolve import from_values  # noqa: E402
+from raypod.system.usage import cpu_seconds_of  # noqa: E402
 from raypod.training import data as datasets  # noqa: E402
 from raypod.training.data import packing  # noqa: E402
 from raypod.training.data.order import epoch_order, packed_order  # noqa: E402
@@ -134,15 +137,19 @@ def read(
     cache_size: str = "50GB",
     epochs: int = 1,
     decodes: bool = False,
-) -> Tuple[int, float, float]:
-    """Read the samples of epochs from position `first` on; return their number, seconds, and when the first came."""
+) -> Tuple[int, float, float, float, float]:
+    """Read the samples of epochs from position `first` on.
+
+    Returns:
+        Their number, seconds, when the first came, and CPU seconds of this process and of the one that downloads.
+    """
     import s3fs  # noqa: F401
     import torch
 
     import raypod.training.data.image_decoders  # noqa: F401 - imports torchvision
 
     torch.set_num_threads(1)
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.process_time()
     data = {"dataset": "imagefolder", "data_dir": url, "cache_dir": cache, "shuffle_window": window}
     config = from_values({"data": {**data, "cache_size": cache_size, "jpeg_decoder": "simplejpeg"}})
     train = datasets.load(config).train
@@ -162,38 +169,43 @@ def read(
             count += 1
         if count >= limit:
             break
-    seconds = time.perf_counter() - began
+    seconds, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
     files.close()
-    return count, seconds, first_at
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return count, seconds, first_at, cpu_s, ended.ru_utime + ended.ru_stime
 
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[Any]:
-    """Run an S3 server, which the environment names; yield the proxy before it."""
+    """Run an S3 server, which the environment names; yield it."""
     from tests.support import storage_servers as servers
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends on SIGTERM, too
     server = servers.s3_server()
     server.start()
     servers.create_bucket(server.port)
-    proxy = servers.Proxy(server.port)
     os.environ.update(
-        AWS_ENDPOINT_URL=f"http://127.0.0.1:{proxy.port}",
-        S3_ENDPOINT_URL=f"http://127.0.0.1:{proxy.port}",
-        AWS_ACCESS_KEY_ID=servers.KEY_ID,
-        AWS_SECRET_ACCESS_KEY=servers.SECRET,
-        AWS_DEFAULT_REGION="us-east-1",
+        AWS_ACCESS_KEY_ID=servers.KEY_ID, AWS_SECRET_ACCESS_KEY=servers.SECRET, AWS_DEFAULT_REGION="us-east-1"
     )
+    use_port(server.port)
     try:
-        yield proxy
+        yield server
     finally:
-        proxy.stop()
         server.kill()
+
+
+def use_port(port: int) -> None:
+    """Let the environment name the server at a port."""
+    os.environ.update(dict.fromkeys(("AWS_ENDPOINT_URL", "S3_ENDPOINT_URL"), f"http://127.0.0.1:{port}"))
 
 
 def speed(args: argparse.Namespace) -> None:
     """Print the rates of raypod and of the peer."""
-    with s3_server() as proxy, tempfile.TemporaryDirectory() as folder:
+    from tests.support.storage_servers import Proxy
+
+    with s3_server() as server, tempfile.TemporaryDirectory() as folder:
+        proxy = Proxy(server.port)
+        use_port(proxy.port)
         packed = Samples(Path(folder), args.samples, args.sample_bytes).write(args.shard_bytes)
         upload(packed, f"{URL}/raypod")
         peer(args, "write", str(packed.parent / "images" / "train" / "one"), f"{URL}/mosaic", str(args.shard_bytes))
@@ -201,27 +213,36 @@ def speed(args: argparse.Namespace) -> None:
 
 
 def disk(args: argparse.Namespace) -> None:
-    """Print the rates of the S3 server and of the local disk, and their ratio."""
+    """Print the rates of the S3 server and of the local disk, their ratio, and CPU times."""
     import make_imagenet
 
-    with s3_server(), tempfile.TemporaryDirectory() as folder:
+    with s3_server() as server, tempfile.TemporaryDirectory() as folder:
         packed = Path(folder, "packed")
         make_imagenet.write(Path(folder, "images"), args.images, 10, 10, SEED, 2)
         packing.pack(Path(folder, "images"), packed, args.shard_bytes, lambda written, total: None)
         upload(packed, f"{URL}/raypod")
         half = sum(each.stat().st_size for each in packed.rglob("*.tar")) // 2
-        urls, rates = {"s3": f"{URL}/raypod", "disk": f"file://{packed}"}, {"s3": [], "disk": []}  # type: ignore
+        urls = {"s3": f"{URL}/raypod", "disk": f"file://{packed}"}
+        found: Dict[str, List[Tuple[float, ...]]] = {name: [] for name in urls}
         for number in range(args.rounds):
             for name, url in urls.items():
                 words = [url, f"{folder}/cache-{name}-{number}", str(args.window), "0", "--limit", str(2 * args.images)]
                 words += ["--cache-size", f"{half // 1000}KB", "--epochs", "2", "--decode"]
+                before_s = cpu_seconds_of(server.pid) or 0.0
                 done = run([sys.executable, __file__, "read", *words])
-                count, seconds, _ = json.loads(done.strip().splitlines()[-1])
-                rates[name].append(count / seconds)
+                server_s = (cpu_seconds_of(server.pid) or 0.0) - before_s
+                count, seconds, _, *cpu_s = json.loads(done.strip().splitlines()[-1])
+                found[name].append((count / seconds, *(1e3 * each / count for each in (*cpu_s, server_s))))
                 print(f"round {number + 1}, {name}: {count / seconds:.0f} images/s", flush=True)
-    ratios = [s3 / local for s3, local in zip(rates["s3"], rates["disk"])]
-    for name, found in (*rates.items(), ("ratio", ratios)):
-        print(f"{name:6} {statistics.median(found):8.2f} ({min(found):.2f} - {max(found):.2f})")
+    print("       images/s, and CPU ms per image: reads and decodes, downloads, server")
+    for name, rows in found.items():
+        print(f"{name:6} {'   '.join(spread(each) for each in zip(*rows))}")
+    print(f"ratio  {spread([s3[0] / local[0] for s3, local in zip(found['s3'], found['disk'])])}")
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the median with the extremes."""
+    return f"{statistics.median(values):.3g} ({min(values):.3g} - {max(values):.3g})"
 
 
 def measure(args: argparse.Namespace, url: str, folder: str, proxy: Any) -> None:
@@ -238,7 +259,7 @@ def measure(args: argparse.Namespace, url: str, folder: str, proxy: Any) -> None
                     done = run([sys.executable, __file__, "read", *words, "--limit", str(limit)])
                 else:
                     done = peer(args, "read", *words, str(args.samples), str(limit))
-                count, seconds, first_at = json.loads(done.strip().splitlines()[-1])
+                count, seconds, first_at = json.loads(done.strip().splitlines()[-1])[:3]
                 row += [count / seconds, (proxy.forwarded_bytes - before) / 1e6] if first == 0 else [first_at - began]
             found[name].append((row[0], row[1], row[2], 0.0))
             print(f"round {number + 1}, {name}: {row[0]:.0f} samples/s, {row[1]:.1f} MB, {row[2]:.2f} s", flush=True)

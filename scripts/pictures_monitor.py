@@ -19,10 +19,9 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from raypod.observe.monitor.build_pod import build_pod
-from raypod.observe.monitor.model import HostFacts, from_json
-from raypod.observe.monitor.render import render
-from raypod.observe.monitor.screen import POD, RUN, Screen
+from raypod.observe.monitor.model import POD, RUN, HostFacts, Screen, from_json
+from raypod.observe.monitor.pod_source import build_pod
+from raypod.observe.monitor.views import render
 
 WIDTH, HEIGHT = 132, 34
 

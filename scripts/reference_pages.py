@@ -25,17 +25,17 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 def flags_page() -> str:
     """Return the page of every flag of a training, in the groups of its help."""
-    from raypod.plan import flag_help
+    from raypod.plan import flags
     from raypod.plan.config import fields
     from raypod.plan.flags import flags_of
 
-    rows: Dict[str, List[str]] = {name: [] for name in flag_help.GROUPS}
+    rows: Dict[str, List[str]] = {name: [] for name in flags.GROUPS}
     for section, key, field in fields():
         *names, last = flags_of(section, key, field)
-        flags = "<br>".join(f"`{name}`" for name in (*names, last))
-        value = "" if last.startswith("--no-") else f" `{flag_help.metavar_of(key, field)}`"
-        text = _cell(flag_help.describe(field, field.default))
-        rows[flag_help.group_of(section, key)].append(f"| {flags}{value} | {text}<br>`{section}.{key}` |")
+        cell = "<br>".join(f"`{name}`" for name in (*names, last))
+        value = "" if last.startswith("--no-") else f" `{flags.metavar_of(key, field)}`"
+        text = _cell(flags.describe(field, field.default))
+        rows[flags.group_of(section, key)].append(f"| {cell}{value} | {text}<br>`{section}.{key}` |")
     parts = [
         _NOTE,
         "# Every flag",
@@ -47,7 +47,7 @@ def flags_page() -> str:
             "the background, `--take-over` continues a run that another process holds."
         ),
     ]
-    for name, title in flag_help.GROUPS.items():
+    for name, title in flags.GROUPS.items():
         parts += [f"## {title}", "| flag | meaning, and the key |\n|---|---|\n" + "\n".join(rows[name])]
     return "\n\n".join(parts) + "\n"
 

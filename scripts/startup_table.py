@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from raypod.errors import ConfigError
 from raypod.observe.report.run_data import RunReader
-from raypod.observe.report.starts import PART_OF_IT
+from raypod.observe.report.timeline import PART_OF_IT
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
-from raypod.api.request import PathLike, process_kept
+from raypod.api.fit import PathLike, process_kept
 from raypod.errors import ConfigError, summarize_exception
 from raypod.plan.cluster import LOCAL, read_cluster
 from raypod.plan.placement import Placement, Sizes, place
@@ -17,7 +17,7 @@ from raypod.runtime.worker.function_process import STDOUT, Setup, pack
 from raypod.runtime.workers.ray_functions import RayFunctions
 from raypod.system import sdk
 from raypod.system.command_line import nearest, show
-from raypod.system.emulated import activation
+from raypod.system.sdk import activation
 
 _COLLECTIVES = ("auto", "horovod", "gloo")
 _OPTIONS = (

@@ -9,8 +9,7 @@ from typing import Any, Deque, Dict, List, Mapping, Optional
 
 import ray
 
-from raypod.api.fit import Stream, stream
-from raypod.api.request import plan_of
+from raypod.api.fit import Stream, plan_of, stream
 from raypod.events import CheckpointSaved, EvaluationDone, Event, UpdateDone
 from raypod.plan.plan import Plan
 from raypod.runtime.workers.ray_nodes import alive_nodes

@@ -14,7 +14,7 @@ from raypod.events import EvaluationDone, UpdateDone
 from raypod.plan import layout
 from raypod.plan.layout import EVALUATIONS, METRICS, SUMMARY
 from raypod.plan.metric import Metric
-from raypod.runs.lines import flat
+from raypod.runs.metrics import flat
 from raypod.runs.run_folder import measured, way_to_continue
 from raypod.system.command_line import counted
 from raypod.system.files import parse_json

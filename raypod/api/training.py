@@ -1,4 +1,10 @@
-"""One training run: claim its folder, run the coordinator, write its files. The command line and `fit` both use it."""
+"""One training run: claim its folder, run the coordinator, write its files. The command line and `fit` both use it.
+
+The end of a run whose run folder no longer takes its state: the newest one goes to `--storage-path` and to copies.
+
+The coordinator saves it in a folder on another disk of this host (`runtime/coordinator/kept_state.py`). Here that gets
+the files with which a run continues, and is passed on while the instances still run.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +12,10 @@ import contextlib
 import dataclasses
 import time
 from pathlib import Path
-from typing import ContextManager, Generator, Iterator, List, Optional, Tuple
+from typing import Callable, ContextManager, Generator, Iterator, List, Optional, Sequence, Tuple
 
 from raypod.api import planning
 from raypod.api.media import logging_to
-from raypod.api.rescue import Rescue
 from raypod.errors import (
     ConfigError,
     DataUnreadable,
@@ -18,12 +23,14 @@ from raypod.errors import (
     HostLost,
     InstanceFailed,
     LeaseLost,
+    RaypodError,
     UserError,
     summarize_exception,
 )
 from raypod.events import (
     TRAINS,
     CheckpointBegun,
+    CheckpointSaved,
     Event,
     PhaseBegun,
     RunStarted,
@@ -33,17 +40,17 @@ from raypod.observe.status.endpoint import cached_route, served, snapshot_route
 from raypod.observe.status.run_status import RunStatus
 from raypod.observe.status.token_server import check_port
 from raypod.observe.trackers.processes import TrackerProcesses
-from raypod.plan.plan import Plan
-from raypod.plan.profile_window import rounding_of, window_of
+from raypod.plan import layout
+from raypod.plan.plan import Plan, rounding_of, window_of
 from raypod.plan.tables import topology_summary
-from raypod.runs import claim, origin, run_folder, run_state, verify_data
+from raypod.runs import claim, run_folder, run_state, verify_data
 from raypod.runs.callback import Callback, Reporter
-from raypod.runs.coordinator_log import CoordinatorLogTimes
 from raypod.runs.event_log import EventLog, restarts_in
-from raypod.runs.lease_file import Log
+from raypod.runs.lease import Log
 from raypod.runs.media import Kind, Media
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.profile import ProfileSource, ProfileWriter
+from raypod.runs.run_folder import CoordinatorLogTimes
 from raypod.runs.sinks import Sinks
 from raypod.runs.upload.mirror import Mirror
 from raypod.runs.upload.restore import restore
@@ -53,7 +60,9 @@ from raypod.runtime.coordinator.kept_state import Elsewhere
 from raypod.runtime.coordinator.stop import Stop, deadline_of, early_stop
 from raypod.runtime.workers.choice import fleet_for
 from raypod.runtime.workers.fleet import Fleet
-from raypod.system.abort import on_abort
+from raypod.system.command_line import shortened
+from raypod.system.files import replace_file, strict_json
+from raypod.system.signals import on_abort
 from raypod.training.checkpoint import resume, weights_file
 
 
@@ -114,7 +123,7 @@ def resume_point(plan: Plan, verify: bool = True) -> Tuple[Plan, Optional[resume
     """
     was_cut_off, found = run_state.is_unfinished(Path(plan.run_dir)), None
     resumes = bool(plan.config.run.resume)
-    if was_cut_off and (not resumes or origin.continues(plan)):
+    if was_cut_off and (not resumes or run_folder.continues(plan)):
         plan, found = resume.resume_interrupted(plan, verify)
         resumes = resumes and found is None  # there is no checkpoint yet: from the one that the command names
     if resumes:
@@ -314,3 +323,56 @@ class Training:
             write_report(self._run.claim.folder)
         except Exception as failure:  # noqa: BLE001 - whatever it is, the run has ended as it has
             self._reporter.warn(f"the report was not written: {summarize_exception(failure)}")
+
+
+class Rescue(Callback):
+    """Passes the newest state of a run on; in place of `copies`. The `callbacks` write the files of the run folder."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        elsewhere: Elsewhere,
+        mirror: Mirror,
+        copies: CheckpointCopies,
+        warn: Callable[[str], None],
+        callbacks: Sequence[Callback],
+    ) -> None:
+        self._plan, self._elsewhere, self._mirror, self._copies = plan, elsewhere, mirror, copies
+        self._warn, self._callbacks = warn, callbacks
+
+    def on_event(self, event: Event) -> None:
+        """Keep copies of each checkpoint; pass on the one that is not in the run folder."""
+        if not isinstance(event, CheckpointSaved) or not self._elsewhere.holds(event.path):
+            self._copies.on_event(event)
+            return
+        folder = self._elsewhere.folder()
+        try:
+            self._write_files(folder)
+        except (OSError, RaypodError) as error:
+            self._warn(f"{folder} lacks files of the run: {error}")
+        hosts = self._copies.send_from(folder, Path(event.path))
+        url = self._mirror.send_from(folder)
+        self._elsewhere.way_on = self._way_on(event.update, url, hosts, folder)
+        if url or hosts:
+            self._elsewhere.remove()
+
+    def _write_files(self, folder: Path) -> None:
+        run_folder.create(dataclasses.replace(self._plan, run_dir=str(folder)))
+        for each in reversed(self._callbacks):
+            each.copy_to(folder)
+        run_id: Optional[str] = self._copies.run_id
+        if run_id:
+            replace_file(folder / layout.COPIES, (strict_json({"run_id": run_id}) + "\n").encode())
+
+    def _way_on(self, update: int, url: str, hosts: List[str], folder: Path) -> str:
+        run_dir = self._plan.run_dir
+        if url:
+            return (
+                f"the state of update {update} is saved: continue on another disk with --resume {url} --run-dir FOLDER"
+            )
+        if hosts:
+            return (
+                f"the state of update {update} is saved on host {shortened(hosts)}: once the disk is back, `raypod up "
+                f"--no-restart FILE` brings it to {run_dir}; then continue with --resume {run_dir}"
+            )
+        return f"the state of update {update} is saved: continue with --resume {folder}"

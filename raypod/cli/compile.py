@@ -61,9 +61,9 @@ def _print_estimate(argv: Sequence[str], timeout_s: float) -> int:
 
 def _compile(plan: Plan, selected: sdk.Sdk) -> Optional[str]:
     """Compile with the selected SDK; return the folder of the executables."""
-    from raypod.runtime.worker import compilation, executable_cache  # they import the SDK
+    from raypod.runtime.worker import devices
 
-    cache = executable_cache.folder_of(plan, selected)
-    for name, seconds in compilation.compile_programs(plan, cache):
+    cache = devices.folder_of(plan, selected)
+    for name, seconds in devices.compile_programs(plan, cache):
         tell(f"{name} compiled in {seconds:.1f} s")
     return cache

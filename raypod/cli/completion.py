@@ -11,7 +11,7 @@ import shtab
 
 from raypod.cli.table import COMMANDS
 from raypod.errors import ConfigError
-from raypod.plan.flag_help import GROUPS
+from raypod.plan.flags import GROUPS
 from raypod.system.command_line import FlagParser, show, suggestion
 
 _DESCRIPTION = """Print the completion script of a shell: subcommands, flags, values, files and folders.

@@ -31,16 +31,14 @@ from typing_extensions import Protocol
 from raypod.errors import ClusterError, ConfigError, RunError, UserError
 from raypod.plan import layout
 from raypod.plan.plan import Plan
-from raypod.runs import lease_file, run_state
+from raypod.runs import lease, run_state
 from raypod.runs.claim import Claim
-from raypod.runs.coordinator_log import log_of
-from raypod.runs.run_end import RunEndWatch, is_coordinator
-from raypod.runs.run_folder import last_update
-from raypod.runs.run_state import RunState
+from raypod.runs.run_folder import last_update, log_of
+from raypod.runs.run_state import RunEndWatch, RunState, is_coordinator
 from raypod.runtime.workers.ray_jobs import JobServer, find_job_server
 from raypod.system import job_driver
 from raypod.system.command_line import INTERRUPTED, format_table, printable, show, tell, without_flags
-from raypod.system.last_line import last_line
+from raypod.system.log_files import last_line
 from raypod.system.process import process_start_ticks
 from raypod.training.checkpoint import storage
 
@@ -138,12 +136,12 @@ def _await_start(started: _Background, claimed: Claim, log: Path, began: int, wi
 
 def status(run_dir: Path) -> int:
     """Print the state of a run. Return 1 if it failed or its coordinator died, else 0."""
-    found, watch = lease_file.current(run_dir), RunEndWatch(run_dir)
+    found, watch = lease.current(run_dir), RunEndWatch(run_dir)
     watch.observe(lambda text: show(text, sys.stderr))
     is_alive, state = watch.poll() is None, _with_newest_update(run_dir, _state_of(run_dir))
     now_s, written_s = time.time(), state.written_at_s
     if is_alive and not state.is_local:  # by the clock of the disk, which has just renewed the lease
-        found = lease_file.current(run_dir) or found
+        found = lease.current(run_dir) or found
         with contextlib.suppress(OSError):
             now_s, written_s = _disk_time(found, now_s), (run_dir / layout.STATE).stat().st_mtime
     silent_s = max(0.0, now_s - found.renewed_s) if found else 0.0
@@ -172,9 +170,9 @@ def status(run_dir: Path) -> int:
     return 0 if is_healthy else 1
 
 
-def _disk_time(found: Optional[lease_file.LeaseFile], now_s: float) -> float:
+def _disk_time(found: Optional[lease.LeaseFile], now_s: float) -> float:
     """Return the time of the disk on which a live holder renews a lease, in seconds since 1970."""
-    if found is None or -lease_file.HEARTBEAT_S <= now_s - found.renewed_s < found.expires_after_s:
+    if found is None or -lease.HEARTBEAT_S <= now_s - found.renewed_s < found.expires_after_s:
         return now_s
     return found.renewed_s
 

@@ -1,18 +1,19 @@
-"""The command lines of `raypod plan`, `verify-data`, `status`, `attach`, `stop` and `version`."""
+"""The command lines of `raypod plan`, `verify-data`, `status`, `attach`, `stop`, `files` and `version`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import socket
+import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
-from typing import Sequence
+from typing import List, Sequence
 
 from raypod.errors import ConfigError
-from raypod.plan import layout
-from raypod.system.command_line import FlagParser, format_table, show, without_flags
+from raypod.plan import layout, shipped
+from raypod.system.command_line import FlagParser, format_table, show, suggestion, width_of, without_flags
 from raypod.system.files import looked_in
 from raypod.system.urls import is_url
 
@@ -51,9 +52,9 @@ def verify_data_parser() -> FlagParser:
 def _verify_data(args: Namespace) -> int:
     """Verify from the ledger that each epoch used every sample exactly once; return 1 if it did not."""
     if is_url(args.run):
-        from raypod.runs.upload import local_copies
+        from raypod.runs.upload import remote_run
 
-        folder = local_copies.local_folder(args.run, "verify-data")
+        folder = remote_run.local_folder(args.run, "verify-data")
     else:
         folder = _run_folder("verify-data", args.run)
     from raypod.runs import verify_data as verification  # imports NumPy
@@ -132,3 +133,41 @@ status_parser = partial(_parser, "status", "Print the state of a run.")
 attach_parser = partial(_parser, "attach", "Print the output of a detached run until it ends.")
 _VERSIONS = "Print the versions of raypod and of what it uses."
 version_parser = partial(FlagParser, _version, prog="raypod version", description=_VERSIONS)
+
+
+_TITLES = {shipped.RECIPES: "Recipes, for raypod train --config", shipped.CLUSTERS: "Cluster files, for --cluster"}
+
+
+def files_parser() -> FlagParser:
+    """Return the parser of the command."""
+    description = "List the recipes and cluster files that raypod contains, or print one of them."
+    parser = FlagParser(_files, prog="raypod files", description=description)
+    parser.add_argument("name", metavar="NAME", nargs="?", help="print this file, as in: raypod files pod64.yaml")
+    return parser
+
+
+def _files(args: Namespace) -> int:
+    """List the files, or print one. ConfigError for an unknown name."""
+    name = args.name
+    if name is None:
+        show("\n\n".join(_listed(kind) for kind in _TITLES))
+        return 0
+    for kind in _TITLES:
+        for file in (name, f"{name}.yaml"):
+            if file in shipped.names(kind):
+                sys.stdout.write((shipped.folder(kind) / file).read_text(encoding="utf-8"))
+                return 0
+    known = [each for kind in _TITLES for each in shipped.names(kind)]
+    raise ConfigError(f"files {name}: raypod contains no such file{suggestion(name, known)}")
+
+
+def _listed(kind: str) -> str:
+    names = shipped.names(kind)
+    width = width_of(sys.stdout)
+    rows: List[List[str]] = [[f"  {name}", _summary(shipped.folder(kind) / name)] for name in names]
+    return "\n".join([f"{_TITLES[kind]}:", *format_table(rows, width=width)]) if rows else f"{_TITLES[kind]}: none"
+
+
+def _summary(file: Path) -> str:
+    """Return the beginning of a file's first comment."""
+    return file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ").split(". ")[0].rstrip(".")

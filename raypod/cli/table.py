@@ -86,7 +86,7 @@ GROUPS: Dict[str, Dict[str, Command]] = {
         "predict": Command("classify images, or continue a text", "raypod.api.inference.commands", "predict_parser"),
     },
     "Other": {
-        "files": Command("list or print the recipes and cluster files", "raypod.cli.files"),
+        "files": Command("list or print the recipes and cluster files", "raypod.cli.runs", "files_parser"),
         "completion": Command("print the completion script of a shell", "raypod.cli.completion"),
         "version": Command("print the versions of raypod and of what it uses", "raypod.cli.runs", "version_parser"),
     },

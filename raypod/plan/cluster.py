@@ -16,8 +16,7 @@ import yaml
 
 from raypod.errors import ClusterError
 from raypod.plan import cluster_file, shipped
-from raypod.plan.cluster_file import ClusterFile
-from raypod.plan.cluster_section import Mistake
+from raypod.plan.cluster_file import ClusterFile, Mistake
 from raypod.plan.unique_keys import syntax_error
 
 GCS_PORT = 6379  # default port of `ray start --head`

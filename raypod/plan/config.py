@@ -1,4 +1,4 @@
-"""The configuration of a run as immutable sections: `training` and `data` here, the others in `*_section.py`.
+"""The configuration of a run as immutable sections: `training` and `data` here, the others in `sections.py`.
 
 Defaults are defined only in these files. `resolve` derives the numbers of replicas and instances; the plan derives all
 other values.
@@ -14,10 +14,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 from typing_extensions import Literal
 
-from raypod.plan.ipu_section import IpuSection
-from raypod.plan.pod_section import PodSection
-from raypod.plan.run_section import RunSection
-from raypod.plan.section import Section
+from raypod.plan.sections import IpuSection, PodSection, RunSection, Section
 from raypod.plan.values import Betas, Counts, Epochs, ImageShape, Names, Samples, Splits, parse_evaluations, parse_size
 from raypod.system.urls import check_url, is_url
 

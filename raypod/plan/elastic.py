@@ -2,7 +2,8 @@
 
 The micro-batch, the global batch and the updates per call stay the same; fewer replicas accumulate more micro-batches.
 The position of a sample in the global batch decides to which accumulation step and replica it belongs
-(`datasets.order.call_positions`), so that every update has the same samples and the same micro-batches in every plan.
+(`training.data.order.call_positions`), so that every update has the same samples and the same micro-batches in every
+plan.
 """
 
 from __future__ import annotations

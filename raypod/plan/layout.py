@@ -44,11 +44,11 @@ TABLE = (
     RunFile(LEDGER, "runs/ledger", ("resume", "copy")),
     RunFile(EVENTS, "runs/event_log", ("mark", "resume", "copy", "undo", "show")),
     RunFile(STATE, "runs/run_state", ("mark", "resume", "undo", "show")),
-    RunFile(COPIES, "runtime/coordinator/copy_sender", ("copy",)),
+    RunFile(COPIES, "runtime/coordinator/checkpoint_copies", ("copy",)),
     RunFile(STORAGE, "runs/upload/mirror_record", ("copy", "undo")),
     RunFile(REPORT, "observe/report/command", ("mirror",)),
     RunFile(PROFILE, "runs/profile", ("mirror",)),
-    RunFile(LAUNCH, "observe/status/launch_file", ("launch", "mirror")),
+    RunFile(LAUNCH, "observe/status/launch_status", ("launch", "mirror")),
     RunFile(TEST, "runs/sinks", ("mirror", "show")),
     RunFile(SUMMARY, "runs/run_folder", ("show",)),  # goes to a storage last, with the counts of the mirror
     RunFile(LAUNCH_OPTIONS, "launch", ("launch",)),
@@ -57,7 +57,7 @@ TABLE = (
     RunFile(LOGS, "runs/run_folder"),
     RunFile(TENSORBOARD, "runs/sinks"),
     RunFile(MEDIA, "runs/media"),
-    RunFile(TRACKERS, "observe/trackers/tracker_record"),
+    RunFile(TRACKERS, "observe/trackers/processes"),
 )
 MIRRORED_FOLDERS = (LOGS, TENSORBOARD, MEDIA)  # as a whole; checkpoints are mirrored one by one
 

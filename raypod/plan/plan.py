@@ -1,6 +1,8 @@
 """The plan of a run: all sizes, instances and segments, computed from the config, the cluster and the data set's size.
 
 A plan is immutable data. `Geometry` and `placement.Sizes` define all products of sizes.
+
+The updates that `--profile` records, as whole calls.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from raypod.plan.compatibility import check_compatible, check_metrics, check_min
 from raypod.plan.config import Config
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.placement import Placement, Sizes, hint, is_power_of_two, place
-from raypod.plan.pod_section import PodSection
-from raypod.plan.stages import ipus_of
-from raypod.plan.values import parse_evaluations, parse_interval
+from raypod.plan.sections import PodSection
+from raypod.plan.values import ipus_of, parse_evaluations, parse_interval, parse_updates
 from raypod.system.command_line import counted
 
 
@@ -172,7 +173,7 @@ class Plan:
     geometry: Geometry
     task: TaskFacts
     run_dir: str
-    pipeline_splits: Tuple[str, ...] = ()  # where the stages after the first begin, as `stages` reads them
+    pipeline_splits: Tuple[str, ...] = ()  # where the stages after the first begin, as `values` reads them
     is_inline: bool = False  # its one instance runs in the process of the coordinator, without Ray
     has_default_rate: bool = False  # the learning rate follows from the optimizer and the global batch
 
@@ -387,3 +388,32 @@ def default_run_dir(config: Config, now: str) -> str:
 def short_name(name: str) -> str:
     """Return the end of a name, as "make" of "nets:make" and "bert" of "hf:models/bert"."""
     return name.rpartition(":")[2].rstrip("/").rpartition("/")[2]
+
+
+def window_of(plan: Plan) -> Optional[range]:
+    """Return the 0-based updates of the calls that contain the updates of `--profile`; None without a profile.
+
+    Raises:
+        ConfigError: the run has fewer updates.
+    """
+    text = plan.config.run.profile
+    if text is None:
+        return None
+    first, last = parse_updates(text)
+    if last > plan.total_updates:
+        raise ConfigError(
+            f"--profile {text}: the run has {counted(plan.total_updates, 'update')}; choose a range within them"
+        )
+    in_call = plan.geometry.device_iterations
+    return range((first - 1) // in_call * in_call, -(-last // in_call) * in_call)
+
+
+def rounding_of(plan: Plan) -> Optional[str]:
+    """Return a line for the user if the window of `--profile` contains more updates than requested."""
+    window = window_of(plan)
+    if window is None or parse_updates(str(plan.config.run.profile)) == (window.start + 1, window.stop):
+        return None
+    return (
+        f"--profile {plan.config.run.profile} records the updates {window.start + 1}-{window.stop}: whole calls of "
+        f"{counted(plan.geometry.device_iterations, 'update')}"
+    )

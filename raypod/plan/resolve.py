@@ -15,7 +15,7 @@ import pydantic
 import yaml
 
 from raypod.errors import ConfigError
-from raypod.plan import ipu_config, shipped, stored_code
+from raypod.plan import ipu_options, shipped, stored_code
 from raypod.plan.config import (
     IMAGE_CLASSIFICATION,
     IMAGE_TASKS,
@@ -27,9 +27,9 @@ from raypod.plan.config import (
     TrainingSection,
     fields,
 )
-from raypod.plan.default_rate import DEFAULT_RATES, default_rate, rate_samples
 from raypod.plan.layout import CHECKPOINTS, CONFIG, SEAL, is_run_folder
-from raypod.plan.pod_section import PodSection
+from raypod.plan.learning_rate import DEFAULT_RATES, default_rate, rate_samples
+from raypod.plan.sections import PodSection
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
 from raypod.system.command_line import counted, nearest, show, suggestion, value_of
 from raypod.system.urls import is_url
@@ -139,7 +139,7 @@ def combine(
     for name, value in given.items():
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value
-    for line in ipu_config.expand(values):
+    for line in ipu_options.expand_ipu_config(values):
         show(f"raypod: {line}", sys.stderr)
     if source is not config or "data.dataset" in given:  # a data set that replaces another one, replaces its folder
         drop_unread_folder(values, given)

@@ -9,8 +9,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.plan import ipu_options, shipped
 from raypod.plan.cluster import Host, VipuPartition
-from raypod.plan.default_rate import rate_samples, scaling_text
 from raypod.plan.elastic import smaller_plans
+from raypod.plan.learning_rate import rate_samples, scaling_text
 from raypod.plan.placement import (
     InstanceSpec,
     Placement,
@@ -21,7 +21,7 @@ from raypod.plan.placement import (
     partition_conflict,
 )
 from raypod.plan.plan import Plan
-from raypod.plan.stages import stages_of
+from raypod.plan.values import stages_of
 from raypod.system.command_line import counted, format_table
 
 _GEOMETRY = (  # the keys of `geometry` in plan.json

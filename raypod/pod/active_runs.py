@@ -24,7 +24,7 @@ _MARK = b"RAYPOD_CLUSTER="
 _GCS_CLIENT = "runtime/workers/gcs.py"
 _GCS_S = 30.0
 _NAMESPACE = "raypod"  # of trainings and launches, which end by SIGINT, with a checkpoint if they write any
-_ENTRIES = Path("/tmp")  # the parent of the folders of `observe/status/registry.py`
+_ENTRIES = Path("/tmp")  # the parent of the folders of `observe/status/endpoint.py`
 _MAX_BYTES = 16384
 _POLL_S = 0.1
 Driver = Dict[str, Any]
@@ -169,7 +169,7 @@ def _gcs_server(cluster: str) -> Optional[Tuple[str, Dict[str, str]]]:
 
 
 def _lease_of(folder: str, pid: int, ticks: int) -> Optional[Path]:
-    """Return the file of the lease of a run folder that a process of this host holds (see `runs/lease_file.py`)."""
+    """Return the file of the lease of a run folder that a process of this host holds (see `runs/lease.py`)."""
     for path in Path(folder).glob("lease-*.json"):
         with contextlib.suppress(OSError):
             holder = _entry(path)

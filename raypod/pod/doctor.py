@@ -21,7 +21,7 @@ from raypod.plan.cluster import LOCAL, Cluster, Host, cluster_from, read_file
 from raypod.plan.cluster_file import ClusterFile
 from raypod.plan.config import Config
 from raypod.plan.placement import Sizes, place
-from raypod.pod import file_checks, host_folders, probe, program_check
+from raypod.pod import file_checks, probe, program_check
 from raypod.pod.findings import (
     MONITOR_PORTS,
     OK,
@@ -35,8 +35,7 @@ from raypod.pod.findings import (
 )
 from raypod.runtime import ssh
 from raypod.runtime.workers import gcs, ray_admission
-from raypod.runtime.workers.ray_folder import socket_folder
-from raypod.runtime.workers.ray_session import named_cluster
+from raypod.runtime.workers.ray_session import named_cluster, socket_folder
 from raypod.system import command_line as cli
 from raypod.system.urls import is_url
 from raypod.training.tasks.registry import schema_for
@@ -94,7 +93,7 @@ def _check_hosts(args: argparse.Namespace) -> int:
         errors = [(TROUBLE, each) for check in checks for each in check(file)]
         warnings = [(WARN, each) for each in (*file_checks.launch_warnings(file), *file_checks.key_warnings(file))]
         of_file = [Finding(level, "", "cluster file", str(each)) for level, each in (*errors, *warnings)]
-        unsafe = host_folders.problems(cluster, file, create=False)
+        unsafe = file_checks.problems(cluster, file, create=False)
         findings = [*of_file, *findings, *(Finding(TROUBLE, name, "RAY_TMPDIR", why) for name, why in unsafe.items())]
     else:
         findings += _local_folder()

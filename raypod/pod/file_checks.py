@@ -1,4 +1,4 @@
-"""Check a cluster file for problems with Ray's launcher: errors that prevent a start, and warnings.
+"""Check a cluster file and Ray's folders on its hosts for problems with Ray's launcher: errors and warnings.
 
 `raypod up` refuses errors and prints warnings; `doctor` lists both. Applies to Ray 2.10 to 2.60 with provider type
 `local`.
@@ -10,11 +10,13 @@ import re
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from raypod.plan.cluster_file import ClusterFile
-from raypod.plan.cluster_section import Mistake
+from raypod.plan.cluster import Cluster, Host
+from raypod.plan.cluster_file import ClusterFile, Mistake
 from raypod.pod.stop_cluster import MARK
+from raypod.runtime import ssh
 from raypod.runtime.ssh import HEAD_KEY_PATH, has_passphrase
 from raypod.runtime.workers import gcs
+from raypod.system import private
 from raypod.system.command_line import counted
 
 HOST_TOKEN_PATH = "~/.ray/auth_token"  # where Ray reads the token
@@ -229,3 +231,25 @@ _EXPECTED = {
     ],
     "worker": [*_BOTH],
 }
+
+
+_TIMEOUT_S = 30.0
+_PROBLEM = 1  # exit code of the program, and of no failure of ssh or of Python
+
+
+def problems(cluster: Cluster, file: ClusterFile, create: bool) -> Dict[str, str]:
+    """Return why Ray must not use the folder of a host, by the host's name; create the folders that are missing.
+
+    Hosts without a problem or without an answer are left out.
+    """
+    program, words = Path(private.__file__).read_text(), "exec python3 -" + ("" if create else " --check")
+
+    def check(host: Host) -> str:
+        folder = ray_folder(file, "head" if host is cluster.hosts[0] else "worker")
+        if folder is None:
+            return ""
+        # A shell expands it, as in the start commands.
+        done = ssh.run_on(host, cluster.ssh, ["bash", "-c", f"{words} {folder}"], program, _TIMEOUT_S)
+        return done.error if done.exit_code == _PROBLEM else ""
+
+    return {name: problem for name, problem in ssh.map_hosts(cluster.hosts, check).items() if problem}

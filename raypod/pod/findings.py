@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from raypod.plan.cluster import Cluster
 from raypod.runtime.workers import gcs, ray_admission
-from raypod.system import horovod_address, vipu
+from raypod.system import interfaces, vipu
 from raypod.system.command_line import counted
 from raypod.system.interfaces import is_address, is_in, is_loopback
 
@@ -189,11 +189,11 @@ def _network(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         return
     for peer, why in facts["unreachable"].items():
         yield Finding(TROUBLE, host, "network", f"cannot reach {peer}: {why}", "check the route and the firewall")
-    interfaces: Dict[str, Tuple[str, int]] = {name: tuple(value) for name, value in facts["interfaces"].items()}
+    addresses: Dict[str, Tuple[str, int]] = {name: tuple(value) for name, value in facts["interfaces"].items()}
     host_address = next((each.address for each in cluster.hosts if each.name == host), host)
     network = cluster.data_network or host_address
-    found = {name: address for name, (address, _) in interfaces.items() if is_in(address, network)}
-    listed = ", ".join(f"{name} {address}" for name, (address, _) in interfaces.items())
+    found = {name: address for name, (address, _) in addresses.items() if is_in(address, network)}
+    listed = ", ".join(f"{name} {address}" for name, (address, _) in addresses.items())
     if not found and cluster.data_network:
         text = f"no interface in data_network {cluster.data_network}; interfaces: {listed}"
         yield Finding(TROUBLE, host, "data network", text, "correct metadata.raypod.data_network")
@@ -217,7 +217,7 @@ def _horovod(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     if len(expected.cluster.hosts) < 2 or not release or not expected.may_use_horovod:
         return
     own = facts["own_name"]
-    problem = horovod_address.problem(release, facts["hostname"], own["address"], own["error"])
+    problem = interfaces.problem(release, facts["hostname"], own["address"], own["error"])
     if problem is None:
         yield Finding(OK, host, "Horovod", release)
     else:

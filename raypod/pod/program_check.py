@@ -22,9 +22,8 @@ from raypod.runtime.launcher.host_process import HostProcess
 from raypod.runtime.launcher.records import Program, ProgramEnd
 from raypod.runtime.launcher.supervision import Signals
 from raypod.system import command_line as cli
-from raypod.system.emulated import activation
-from raypod.system.last_line import LastLine
-from raypod.system.sdk import sdk_for_programs
+from raypod.system.log_files import LastLine
+from raypod.system.sdk import activation, sdk_for_programs
 
 TIMEOUT_S = 300.0
 _GRACE_S = 10.0  # for a program to clean up after its call, and again after SIGTERM

@@ -1,41 +1,37 @@
-"""`raypod up FILE` and `down FILE`: start and stop Ray on all hosts of a cluster file.
+"""`raypod up FILE` and `down FILE`: start and stop Ray on all hosts of a cluster file; one `up` at a time.
 
 `ray up` returns when the head runs and does not report missing workers; `up` waits for all hosts. `ray down` stops only
 the head, and every other Ray on that host; `down` stops this cluster on all hosts and nothing else.
+
+A process on the head holds a lock for as long as its ssh connection lasts, so that none stays when `up` is killed.
+After a lost network, sshd can keep the connection for hours: the message names the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Callable, Dict, List, Sequence
+from typing import Callable, Dict, Iterator, List, Optional, Sequence
+from urllib.parse import quote
 
 from raypod.errors import ClusterError, ConfigError, RunError
 from raypod.plan import shipped
 from raypod.plan.cluster import Cluster, Host, cluster_from, raise_mistakes, read_file
 from raypod.plan.cluster_file import ClusterFile
-from raypod.pod import (
-    autoscaler_hosts,
-    collect_copies,
-    file_checks,
-    host_folders,
-    join_head,
-    ray_logs,
-    started,
-    stop_cluster,
-    stop_runs,
-    up_lock,
-)
+from raypod.pod import autoscaler_hosts, collect_copies, file_checks, join_head, started, stop_cluster, stop_runs
 from raypod.runtime import ssh
 from raypod.runtime.workers import ray_admission
-from raypod.runtime.workers.ray_folder import private_tmpdir
+from raypod.runtime.workers.ray_session import private_tmpdir
 from raypod.system.command_line import FlagParser, show
 from raypod.system.private import make_private
 
@@ -73,7 +69,7 @@ def _up(args: Namespace) -> int:
         join_head.take_token(cluster, file, _say)
     _prepare_token(file_checks.token_source(file))
     _check_ssh(cluster)
-    with up_lock.held(cluster, _say):
+    with held(cluster, _say):
         return _start(args, cluster, file, began_s, joins)
 
 
@@ -204,7 +200,7 @@ def _check_ssh(cluster: Cluster) -> None:
 
 def _check_folders(cluster: Cluster, file: ClusterFile) -> None:
     """Create the folder of Ray's files on every host that can be reached. ClusterError if another user can use one."""
-    found = host_folders.problems(cluster, file, create=True)
+    found = file_checks.problems(cluster, file, create=True)
     if found:
         lines = [f"{name}: {problem}" for name, problem in found.items()]
         raise ClusterError("\n  ".join([f"{cluster.name}: RAY_TMPDIR of the start commands is not safe", *lines]))
@@ -233,7 +229,7 @@ def _run_ray(verb: str, path: str, flags: List[str], variables: Dict[str, str], 
         except subprocess.TimeoutExpired:
             raise RunError(f"ray {verb} {path}: timed out after {timeout_s:g} s (--timeout); see {log}") from None
     if done.returncode:
-        cause = ray_logs.launcher_error(Path(log).read_text(errors="replace"))
+        cause = started.launcher_error(Path(log).read_text(errors="replace"))
         raise RunError(f"ray {verb} {path} failed: {cause}; see {log}")
     Path(log).unlink()
     _say(f"ray {verb} {path}: done in {time.monotonic() - began:.0f} s")
@@ -281,3 +277,69 @@ def _stop_processes(cluster: Cluster, hosts: Sequence[Host]) -> Dict[str, ssh.Re
 
 def _say(text: str) -> None:
     show(f"raypod: {text}", sys.stderr)
+
+
+_WITHIN_S = 30.0
+_END_S = 5.0
+_PROGRAM = """
+import fcntl, json, os, sys
+folder = os.path.expanduser("~/.raypod")
+os.makedirs(folder, exist_ok=True)
+file, holder = open(os.path.join(folder, sys.argv[1]), "a+"), ""
+try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    file.truncate(0)
+    file.write("%s; if it has ended, `kill %d` on the head" % (sys.argv[2], os.getpid()))
+    file.flush()
+except BlockingIOError:
+    file.seek(0)
+    holder = file.read() or "another command"
+print(json.dumps({"holder": holder}), flush=True)
+if not holder:
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def held(cluster: Cluster, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of a cluster within the context. A head that cannot lock is a warning.
+
+    Raises:
+        ClusterError: another `raypod up` holds it; the message names it.
+    """
+    head = cluster.hosts[0]
+    since = time.strftime("%H:%M:%S")
+    owner = f"pid {os.getpid()} of {_user()} on {socket.gethostname()} (since {since} there)"
+    words = ["python3", "-c", _PROGRAM, f"up-{quote(cluster.name, safe='')}.lock", owner]
+    with ssh.started(head, cluster.ssh, words) as process:
+        answer = _first_answer(process)
+        if answer is None:
+            say(f"warning: {head.name}: cannot lock {cluster.name}; no other `raypod up` may run for it now")
+        elif answer["holder"]:
+            raise ClusterError(
+                f"{cluster.name}: another `raypod up` runs: {answer['holder']}; otherwise wait until it has ended"
+            )
+        yield
+
+
+def _first_answer(process: subprocess.Popen[bytes]) -> Optional[Dict[str, str]]:
+    """Return what the program prints; None if it fails or does not answer in time."""
+    timer = threading.Timer(_WITHIN_S, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        assert process.stdout is not None, "it is a pipe"
+        for line in process.stdout:  # a login shell prints others
+            answer = ssh.Result(0, line.decode(errors="replace"), "").json_object("holder")
+            if answer is not None:
+                return answer
+        return None
+    finally:
+        timer.cancel()
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a uid without a name
+        return f"uid {os.getuid()}"

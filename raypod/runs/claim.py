@@ -16,7 +16,7 @@ from raypod.plan import layout
 from raypod.plan.config import Config
 from raypod.plan.layout import CHECKPOINTS, LOGS
 from raypod.runs import lease, run_folder, run_state
-from raypod.runs.lease_file import Log
+from raypod.runs.lease import Log
 from raypod.system.files import create_folder, create_numbered_folder, remove_empty, replace_file
 
 _REPLACED = layout.names("undo")

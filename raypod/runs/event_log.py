@@ -3,10 +3,13 @@
 Every line is a JSON object with `unix_s`, the time in seconds since 1970, `event`, and the fields of the event, as
 docs/reference/events.md describes. The log is appended to over all starts of a run. It holds neither updates
 (`metrics.jsonl`) nor single calls (`ledger.jsonl`), whose times are condensed into `call_times`.
+
+The newest events of a run, in memory: many epochs and checkpoints do not displace a repair.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -16,7 +19,7 @@ import socket
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Optional, Sequence
+from typing import Any, Callable, Deque, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from raypod.errors import ConfigError, LeaseLost, RunError
 from raypod.events import CallDone, CheckpointBegun, EvaluationDone, Event, UpdateDone
@@ -25,8 +28,8 @@ from raypod.runs.call_times import CallTimesLog
 from raypod.runs.callback import Callback
 from raypod.runs.growing_file import parse_records
 from raypod.runs.run_state import end_of
-from raypod.system.abort import on_abort
 from raypod.system.files import AppendOnlyFile, strict_json
+from raypod.system.signals import on_abort
 
 _SYNC_INTERVAL_S = 60.0
 _PAIRS = ("seconds", "versions")  # fields that hold (name, value) pairs if they are tuples; objects in JSON
@@ -160,3 +163,26 @@ def raypod_version() -> Optional[str]:
 def _version() -> Dict[str, str]:
     found = raypod_version()
     return {"raypod": found} if found else {}
+
+
+ROUTINE = frozenset(("epoch_done", "evaluation_done", "checkpoint_saved"))  # a healthy run has them again and again
+
+
+class RecentEvents:
+    """Keeps records as `events.jsonl` has them: the newest `most` of routine and the newest `most` of all others."""
+
+    def __init__(self, most: int) -> None:
+        self._count = 0
+        self._routine: Deque[Tuple[int, Mapping[str, Any]]] = collections.deque(maxlen=most)
+        self._others: Deque[Tuple[int, Mapping[str, Any]]] = collections.deque(maxlen=most)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add the newest event."""
+        kept = self._routine if record.get("event") in ROUTINE else self._others
+        kept.append((self._count, record))
+        self._count += 1
+
+    def records(self) -> List[Dict[str, Any]]:
+        """Return the kept records, oldest first. Any thread may call it: `list` copies a deque at once."""
+        kept = sorted(list(self._routine) + list(self._others), key=lambda each: each[0])
+        return [dict(record) for _, record in kept]

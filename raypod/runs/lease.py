@@ -1,23 +1,219 @@
 """Hold the lease of a folder: acquire it, renew it in a thread, take it over, hand it over, release it.
 
-At most one process at a time holds it, among all hosts that share the folder's disk. See `lease_file` for the rules.
+At most one process at a time holds it, among all hosts that share the folder's disk. The holder is described by the
+file `lease-<number>.json`; a lease with a higher number ends those with lower ones. The file's modification time is the
+holder's last heartbeat, in the clock of the file system: the wall clocks of two hosts are never compared. No lock of
+the file system is used. A lease ends when its holder releases it, at once when its process on this host has ended, and
+otherwise when it has no heartbeat for EXPIRES_AFTER_S.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
+import json
 import os
+import re
 import signal
+import socket
 import threading
 import time
+import uuid
 from pathlib import Path
 from types import FrameType
 from typing import Callable, Iterator, List, Optional, Tuple
 
 from raypod.errors import FolderLost, LeaseHeld, LeaseLost
-from raypod.runs import lease_file
-from raypod.runs.lease_file import EXPIRES_AFTER_S, GONE, POLL_S, Holder, LeaseFile, Log
-from raypod.system.files import HeldFolder, new_file, replace_file
+from raypod.system.files import HeldFolder, new_file, parse_json, replace_file
+from raypod.system.process import process_start_ticks
+
+HEARTBEAT_S = 5.0
+EXPIRES_AFTER_S = 30.0
+POLL_S = 0.2
+_ABANDONED_S = 600.0  # age at which a temporary file has no writer any more; it waits 30 s for a heartbeat
+GONE = (errno.ENOENT, errno.ESTALE)
+_BOOT_ID, _PID_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid"
+_NAME = re.compile(r"\.?lease-(?:(\d+)\.json|\w+\.partial)$")
+Log = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """The process that holds a lease: the content of the file."""
+
+    owner: str  # unique for each lease
+    host: str
+    machine: str  # its boot and pid namespace, within which pids can be compared
+    pid: int
+    started_ticks: int  # start time of the process, in clock ticks since boot
+    since: str  # when it acquired the lease, in the local time of its host
+    expires_after_s: float
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a process of this host."""
+        return (self.host, self.machine) == (socket.gethostname(), _machine())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is a process of this host that has ended."""
+        return self.is_local and process_start_ticks(self.pid) != self.started_ticks
+
+    def with_pid(self, pid: int) -> Holder:
+        """Return the holder with another process of this host."""
+        return dataclasses.replace(self, pid=pid, started_ticks=process_start_ticks(pid) or 0)
+
+    def content(self) -> bytes:
+        """Return the content of its file."""
+        return (json.dumps(dataclasses.asdict(self), indent=2) + "\n").encode()
+
+
+def this_process() -> Holder:
+    """Return a new holder: this process."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    holder = Holder(uuid.uuid4().hex, socket.gethostname(), _machine(), 0, 0, since, EXPIRES_AFTER_S)
+    return holder.with_pid(os.getpid())
+
+
+def _machine() -> str:
+    return f"{_BOOT_ID.read_text().strip()} {os.readlink(_PID_NAMESPACE)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LeaseFile:
+    """A lease as another process reads it. `holder` is None if its file cannot be parsed: it is being written."""
+
+    path: Path
+    holder: Optional[Holder]
+    renewed_s: float  # time of the last heartbeat in the clock of the file system, in seconds since 1970
+
+    @property
+    def number(self) -> int:
+        """The number in its name."""
+        return number_of(self.path.name)
+
+    @property
+    def owner(self) -> str:
+        """The holder's identifier; empty if it is unknown."""
+        return self.holder.owner if self.holder else ""
+
+    @property
+    def expires_after_s(self) -> float:
+        """The time without a heartbeat after which it ends."""
+        return self.holder.expires_after_s if self.holder else EXPIRES_AFTER_S
+
+    def __str__(self) -> str:
+        if self.holder is None:
+            return "another command"
+        return f"pid {self.holder.pid} on host {self.holder.host} (since {self.holder.since})"
+
+
+def is_lease(name: str) -> bool:
+    """Return whether a file name is that of a lease, or of one that is being written."""
+    return _NAME.match(name) is not None
+
+
+def number_of(name: str) -> int:
+    """Return the number in the file name of a lease; 0 for other files."""
+    found = _NAME.match(name)
+    return int(found.group(1) or 0) if found else 0
+
+
+def find(folder: Path) -> List[LeaseFile]:
+    """Return the leases of a folder by number, including those that have expired."""
+    numbers = sorted(filter(None, (number_of(path.name) for path in folder.iterdir())))
+    found = (read(folder / f"lease-{number}.json") for number in numbers)
+    return [each for each in found if each is not None]
+
+
+def current(folder: Path) -> Optional[LeaseFile]:
+    """Return the newest lease of a folder, which may have expired; None if it has none."""
+    found = find(folder)
+    return found[-1] if found else None
+
+
+def read(path: Path) -> Optional[LeaseFile]:
+    """Return a lease; None if it does not exist."""
+    try:
+        with path.open("rb") as file:  # opening a file makes NFS fetch its current attributes
+            text, renewed_s = file.read(), os.fstat(file.fileno()).st_mtime
+    except OSError as error:
+        if error.errno in GONE:
+            return None
+        raise
+    try:
+        return LeaseFile(path, Holder(**parse_json(text.decode())), renewed_s)
+    except (ValueError, TypeError):
+        return LeaseFile(path, None, renewed_s)
+
+
+def abandoned(folder: Path, now_s: float) -> List[Path]:
+    """Return the temporary files whose writers were killed. `now_s` is the time of the file system's clock."""
+    found = []
+    for path in folder.iterdir():
+        file = read(path) if is_lease(path.name) and not number_of(path.name) else None
+        if file is not None and ((file.holder and file.holder.has_ended) or now_s - file.renewed_s > _ABANDONED_S):
+            found.append(path)
+    return found
+
+
+def publish(partial: Path, path: Path, holder: Holder) -> bool:
+    """Give the complete file `partial` the name `path`, unless that exists. Return whether this call created it."""
+    try:
+        os.link(str(partial), str(path))
+    except FileExistsError:
+        found = read(path)  # NFS reports an existing file if it repeats a request whose reply was lost
+        return found is not None and found.owner == holder.owner
+    except OSError:  # a file system without hard links
+        try:
+            with new_file(path) as file:
+                file.write(holder.content())
+        except FileExistsError:
+            return False
+    return True
+
+
+def remove(path: Path) -> None:
+    """Remove a lease; if the disk is not available, it expires."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def has_ended(file: LeaseFile, now_s: float, log: Log) -> bool:
+    """Return whether a lease is no longer valid; this may take a while, about which `log` prints a line.
+
+    `now_s` is the time of the file system's clock. The age of a lease is only trusted if it is below the expiry:
+    otherwise the lease is observed, because on some file systems each host sets the times of files by its own clock.
+    """
+    if file.holder is not None and file.holder.is_local:
+        return file.holder.has_ended
+    age_s = now_s - file.renewed_s
+    if -HEARTBEAT_S <= age_s < file.expires_after_s:
+        return False
+    observe_s = 2 * HEARTBEAT_S if age_s > 0 else file.expires_after_s
+    log(f"{file.path}: waiting {observe_s:g} s for a heartbeat of {file}; by its time, the last one is {_seen(age_s)}")
+    deadline = time.monotonic() + observe_s
+    while time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        now = read(file.path)
+        if now is not None and now.renewed_s != file.renewed_s:
+            return False
+    return True
+
+
+def _seen(age_s: float) -> str:
+    return f"{age_s:.0f} s old" if age_s >= 0 else f"{-age_s:.0f} s ahead of the clock here"
+
+
+def held(file: LeaseFile, now_s: float, hint: str) -> LeaseHeld:
+    """Return the error for a lease that is valid at the time `now_s` of the file system's clock."""
+    expiry = ""
+    if file.holder is None or not file.holder.is_local:
+        age_s = max(0.0, now_s - file.renewed_s)
+        expiry = f", last heartbeat {age_s:.0f} s ago; it expires after {file.expires_after_s:g} s without one"
+    return LeaseHeld(str(file.path.parent), f"{file}{expiry}", hint)
+
 
 _END_WITHIN_S = 120.0  # for a holder to end after another process has taken over
 _ADOPT_WITHIN_S = 5.0  # for a parent to write the pid of its child
@@ -39,22 +235,22 @@ def acquire(folder: Path, hint: str = "", take_over: bool = False, log: Log = pr
         LeaseHeld: another process holds it, or does not end within 120 s after it was taken over.
         OSError: the folder is not writable.
     """
-    me = lease_file.this_process()
+    me = this_process()
     for _ in range(_ATTEMPTS):
-        before = lease_file.find(folder)
+        before = find(folder)
         with _partial_file(folder, me) as (partial, now_s):
             live: List[LeaseFile] = []
             for each in reversed(before):
-                if not lease_file.has_ended(each, now_s, log):
+                if not has_ended(each, now_s, log):
                     if not take_over:
-                        raise lease_file.held(each, now_s, hint)
+                        raise held(each, now_s, hint)
                     live.append(each)
             path = folder / f"lease-{1 + (before[-1].number if before else 0)}.json"
-            if not lease_file.publish(partial, path, me):
+            if not publish(partial, path, me):
                 continue
         considered = {me.owner, *(each.owner for each in before)}
-        if any(each.owner not in considered for each in lease_file.find(folder)):
-            lease_file.remove(path)  # another process has acquired it at the same time: examine the folder again
+        if any(each.owner not in considered for each in find(folder)):
+            remove(path)  # another process has acquired it at the same time: examine the folder again
             continue
         lease = Lease(path, me, log)
         _end_holders(live, lease, log)
@@ -71,7 +267,7 @@ def adopt(folder: Path, owner: str, log: Log = print) -> Lease:
     """
     deadline = time.monotonic() + _ADOPT_WITHIN_S
     while True:
-        found = lease_file.current(folder)
+        found = current(folder)
         if found is None or found.holder is None or found.owner != owner:
             raise LeaseLost(str(folder), str(found or "another command"))
         if found.holder.pid == os.getpid():
@@ -113,16 +309,16 @@ class Lease:
     @property
     def is_first(self) -> bool:
         """Whether the folder had no other lease when this one was acquired, not even an expired one."""
-        return lease_file.number_of(self._path.name) == 1
+        return number_of(self._path.name) == 1
 
     def remove_ended(self) -> None:
         """Remove the leases before this one, which have ended, and what killed processes have left of theirs."""
-        for each in lease_file.find(self.folder):
-            if each.number < lease_file.number_of(self._path.name):
-                lease_file.remove(each.path)
-        own = lease_file.read(self._path)
-        for path in lease_file.abandoned(self.folder, own.renewed_s) if own is not None else ():
-            lease_file.remove(path)
+        for each in find(self.folder):
+            if each.number < number_of(self._path.name):
+                remove(each.path)
+        own = read(self._path)
+        for path in abandoned(self.folder, own.renewed_s) if own is not None else ():
+            remove(path)
 
     def check(self) -> None:
         """Raise LeaseLost if another process has taken over.
@@ -182,20 +378,20 @@ class Lease:
     def release(self) -> None:
         """End the lease. May be called repeatedly."""
         self.leave()
-        lease_file.remove(self._path)
+        remove(self._path)
 
     def abandon(self) -> None:
         """End the lease of a process that ends at once: another host can use the folder without a wait."""
         self._has_ended = True
         with contextlib.suppress(OSError):  # of the disk
-            lease_file.remove(self._path)
+            remove(self._path)
 
     def _age_s(self) -> float:
         return time.monotonic() - self._renewed_s
 
     def _renew_until_end(self) -> None:
         while True:
-            self._wake.wait(lease_file.HEARTBEAT_S)
+            self._wake.wait(HEARTBEAT_S)
             self._wake.clear()
             if self._has_ended:
                 return
@@ -221,7 +417,7 @@ class Lease:
             if self._held.is_elsewhere():
                 self._lose(FolderLost(str(self.folder)))
                 return
-        newest = lease_file.current(self.folder)
+        newest = current(self.folder)
         if newest is None:  # removed by hand
             replace_file(self._path, self._holder.content())
         elif newest.owner not in ("", self.owner):
@@ -257,7 +453,7 @@ def _partial_file(folder: Path, holder: Holder) -> Iterator[Tuple[Path, float]]:
             file.write(holder.content())
         yield partial, partial.stat().st_mtime
     finally:
-        lease_file.remove(partial)
+        remove(partial)
 
 
 def _end_holders(live: List[LeaseFile], lease: Lease, log: Log) -> None:
@@ -279,7 +475,7 @@ def _await_end(file: LeaseFile, lease: Lease) -> None:
         LeaseLost: a third process has taken over.
     """
     deadline = time.monotonic() + _END_WITHIN_S
-    changed_s, now = time.monotonic(), lease_file.read(file.path)
+    changed_s, now = time.monotonic(), read(file.path)
     while now is not None and not (now.holder and now.holder.has_ended):
         if now.renewed_s != file.renewed_s:
             changed_s, file = time.monotonic(), now
@@ -291,4 +487,4 @@ def _await_end(file: LeaseFile, lease: Lease) -> None:
             raise LeaseHeld(str(file.path.parent), still, "end that process, and repeat the command")
         lease.check()
         time.sleep(POLL_S)
-        now = lease_file.read(file.path)
+        now = read(file.path)

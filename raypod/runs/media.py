@@ -12,7 +12,7 @@ from typing_extensions import Literal
 
 from raypod.plan.layout import MEDIA
 from raypod.runs.callback import Sink
-from raypod.runs.lines import keep_until
+from raypod.runs.metrics import keep_until
 from raypod.system.files import AppendOnlyFile, make_folder, replace_file, strict_json
 
 LIST = "media.jsonl"  # in the folder

@@ -1,20 +1,60 @@
-"""Aggregate the reports of all instances into one record per update.
+"""Aggregate the reports of all instances into one record per update, and read the lines of `metrics.jsonl`.
 
 Values of replicas are combined by exact summation, so that the loss of an update does not depend on how the replicas
 are distributed over instances. `metrics.jsonl` holds every update; the progress bar and the summary derive from it.
 The metrics of an epoch are ratios of the sums over its updates, which checkpoints contain for the epoch in progress.
+
+The reports of several instances arrive in any order, so that the reports of two calls may complete within a millisecond
+of each other. The time between them says nothing about the speed; the time of all calls of a second does.
+
+The lines of `metrics.jsonl` and `evaluations.jsonl`: an update or an evaluation, written and read in one place.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import dataclasses
 import math
-from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from pathlib import Path
+from typing import Any, Callable, Deque, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar, Union
 
-from raypod.events import CallDone, CallReport, CallTimes, EpochDone, UpdateDone
+from raypod.events import CallDone, CallReport, CallTimes, EpochDone, EvaluationDone, UpdateDone
 from raypod.plan.learning_rate import learning_rate, loss_scaling
 from raypod.plan.metric import EpochSums, ExactSum, add_sums, values_of
 from raypod.plan.plan import Plan
-from raypod.runs.throughput import RecentThroughput
+from raypod.plan.values import NORMS
+from raypod.runs.growing_file import last_lines
+from raypod.system.files import keep_beginning, parse_json
+
+WINDOW_S = 1.0
+
+
+class RecentThroughput:
+    """Samples per second over the newest calls that together took at least `WINDOW_S` seconds."""
+
+    def __init__(self) -> None:
+        self._calls: Deque[Tuple[int, float]] = collections.deque()  # (samples, seconds), oldest first
+        self._samples, self._seconds = 0, 0.0
+
+    def add(self, samples: int, elapsed_s: float) -> None:
+        """Add a call that completed `elapsed_s` after the one before it."""
+        self._calls.append((samples, elapsed_s))
+        self._samples, self._seconds = self._samples + samples, self._seconds + elapsed_s
+        while self._seconds - self._calls[0][1] >= WINDOW_S:
+            oldest_samples, oldest_s = self._calls.popleft()
+            self._samples, self._seconds = self._samples - oldest_samples, self._seconds - oldest_s
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._calls.clear()
+        self._samples, self._seconds = 0, 0.0
+
+    @property
+    def per_s(self) -> float:
+        """Samples per second; 0 without a call."""
+        return self._samples / self._seconds if self._seconds > 0 else 0.0
+
 
 _MAX_POINTS = 1024  # at which the sums of an epoch are kept; instances hold the state of one of the newest
 
@@ -209,3 +249,80 @@ class MetricsAggregator:
 def _data_wait_share(reports: List[CallReport]) -> float:
     call_s = math.fsum(report.call_s for report in reports)
     return math.fsum(report.data_wait_s for report in reports) / call_s if call_s > 0 else 0.0
+
+
+Measured = TypeVar("Measured", UpdateDone, EvaluationDone)
+_GROUPS = ("metrics", "part_rates", "norms")  # fields that hold values by name
+_FIELDS = {kind: {field.name for field in dataclasses.fields(kind)} for kind in (UpdateDone, EvaluationDone)}
+
+
+def flat(event: Union[UpdateDone, EvaluationDone]) -> Dict[str, Any]:
+    """Return the fields of an event with its metrics, rates and norms among them, for `summary.json` and tables.
+
+    None is left out, and so are details, which have a file of their own.
+    """
+    record: Dict[str, Any] = {}
+    for name, value in vars(event).items():
+        if value is not None and name != "details":
+            record.update(value if name in _GROUPS else {name: list(value) if isinstance(value, tuple) else value})
+    return record
+
+
+def line_of(event: Union[UpdateDone, EvaluationDone]) -> Dict[str, Any]:
+    """Return an event as a line of its file.
+
+    The metrics of an update are also at the top level: programs of users read them there. The next version drops those.
+    """
+    return {**flat(event), "metrics": event.metrics} if isinstance(event, UpdateDone) else flat(event)
+
+
+def events_in(event_type: Type[Measured], records: Iterable[Mapping[str, Any]]) -> List[Measured]:
+    """Return the events of lines. Evaluations, and updates of earlier versions, have metrics at the top level only.
+
+    Lines of something else are skipped. null reads as NaN.
+    """
+    found = []
+    for record in records:
+        with contextlib.suppress(TypeError):  # it lacks a field, or has one of another kind
+            found.append(_event_of(event_type, record))
+    return found
+
+
+def _event_of(event_type: Type[Measured], record: Mapping[str, Any]) -> Measured:
+    values = {name: value for name, value in record.items() if name not in _FIELDS[event_type]}
+    fields = {name: record[name] for name in _FIELDS[event_type] - {*_GROUPS, "details"} if name in record}
+    metrics = record.get("metrics", {})
+    if event_type is UpdateDone:
+        fields["missing_reports"] = tuple(fields.get("missing_reports", ()))
+        fields["norms"] = {name: values.pop(name) for name in NORMS if name in values}
+        rates = [name for name in values if name.endswith("_per_s") and name not in metrics]
+        fields["part_rates"] = {name: values.pop(name) for name in rates}
+    if "metrics" not in record:
+        metrics = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    if not isinstance(metrics, dict) or type(fields.get("update")) is not int:
+        raise TypeError("no line of this kind")
+    known = {name: math.nan if value is None else value for name, value in metrics.items()}
+    return event_type(metrics=known, **fields)
+
+
+def traces_of(update: UpdateDone) -> Dict[str, float]:
+    """Return what is known of the optimizer in an update, by the names of `plan.values.TRACES`."""
+    of_optimizer = {"learning_rate": update.learning_rate, "loss_scaling": update.loss_scaling}
+    known = {name: value for name, value in of_optimizer.items() if value is not None}
+    return {**known, **{name: value for name, value in update.norms.items() if not math.isnan(value)}}
+
+
+def keep_until(path: Path, update: int) -> None:
+    """Remove the lines after `update`."""
+    # The lines are in the order of their updates, and only the last one can be truncated.
+    kept = (line.end for line in last_lines(path) if update_of(line.text) <= update)
+    keep_beginning(path, next(kept, 0))
+
+
+def update_of(line: bytes) -> float:
+    """Return the update of a line; infinity for a truncated line."""
+    try:
+        content: Any = parse_json(line)
+        return int(content["update"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf

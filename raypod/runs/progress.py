@@ -1,15 +1,16 @@
-"""Console output of a run: the plan, a progress bar and a line per epoch, failures, and the result.
+"""Console output of a run: the plan, a progress bar with the remaining time, failures, and the table at the end.
 
 The bar uses tqdm, on the driver only. If stderr is neither a terminal nor that of a notebook, plain lines replace it.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any, List, Optional, TextIO, Union
+from typing import Any, Dict, List, Optional, TextIO, Tuple, Union
 
 from tqdm.auto import tqdm
 
@@ -26,12 +27,13 @@ from raypod.events import (
     StoppedEarly,
     UpdateDone,
 )
+from raypod.plan.layout import REPORT, SUMMARY
 from raypod.plan.plan import Plan
-from raypod.plan.tables import render, render_brief
+from raypod.plan.tables import aligned, render, render_brief, shown_path
 from raypod.runs.callback import Reporter
-from raypod.runs.remaining_time import RemainingTime
 from raypod.runs.run_folder import way_to_continue
 from raypod.system.command_line import DEFAULT_WIDTH, counted, paint, tell, width_of
+from raypod.system.files import parse_json
 from raypod.system.process import versions
 
 QUIET, NORMAL, VERBOSE = -1, 0, 1
@@ -259,3 +261,120 @@ def _failure_line(event: Union[CheckpointFailed, InstanceLost, Repaired]) -> str
         f"Repaired in {event.seconds:.1f} s: {reset}{f'new {new}' if new else 'process group re-formed'}, "
         f"with the state of {event.seeded_from}; continuing after update {event.update} (restart {event.restarts})"
     )
+
+
+def summary_table(plan: Plan, seconds: float, width: Optional[int] = None) -> str:
+    """Return the table of a run that has ended; `seconds` is its time so far, `width` that of a terminal."""
+    folder = Path(plan.run_dir)
+    summary = parse_json((folder / SUMMARY).read_text())
+    rows: List[Tuple[str, str]] = []
+    best = plan.best_metric
+    value = summary.get(f"test_{best.name}")
+    if value is not None:
+        rows.append((best.name.replace("_", " "), best.text(value)))
+    first_s = summary["seconds_to_first_update"]
+    started = "" if first_s is None else f", {_duration(first_s)} of them until the first update"
+    rows.append(("time", f"{_duration(seconds)}{started}"))
+    rows.append(("throughput", _throughput(plan, summary)))
+    rows.append(("restarts", str(summary["restarts"])))
+    if summary["checkpoint"]:
+        rows.append(("checkpoint", shown_path(str(folder / summary["checkpoint"]))))
+    if (folder / REPORT).is_file():
+        rows.append(("report", shown_path(str(folder / REPORT))))
+    rows.append(("run folder", shown_path(plan.run_dir)))
+    return "\n".join(aligned(rows, width))
+
+
+def _throughput(plan: Plan, summary: Dict[str, Any]) -> str:
+    if not summary["samples_per_s"]:
+        return "not known: the first call is not timed"
+    rates = plan.task.part_rates(summary["samples_per_s"])
+    names = rates or {f"{plan.task.samples_are}_per_s": summary["samples_per_s"]}
+    shown = ", ".join(f"{rate:.0f} {name.replace('_per_s', '/s')}" for name, rate in names.items())
+    return f"{shown}; {100 * summary['data_wait_share']:.1f} % of the calls' time waiting for data"
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration, as in 7.6 s, 2 min 5 s, or 1 h 2 min."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+_PACE_S = 60.0  # the time of training from which the pace is estimated, at least `_PACE_CALLS` calls
+_PACE_CALLS = 10
+_SMOOTH_S = 30.0  # after which the shown end of the run follows the estimated one
+_SMOOTH_SHARE = 0.25  # of the remaining time, if that is shorter
+_LARGEST_STEP = 0.5  # of one call, as a share of the difference
+
+
+class RemainingTime:
+    """Estimates when a run ends: from the pace of its recent calls, and the share of its evaluations.
+
+    A repair is an exception, which moves the end by its duration and does not change the pace. The end moves gradually,
+    so that one slow call or the first evaluation does not multiply the remaining time.
+    """
+
+    def __init__(self, total_updates: int, updates_per_call: int = 1) -> None:
+        self._total, self._per_call = total_updates, updates_per_call
+        self._last: Optional[UpdateDone] = None  # of the newest call; the duration of the first is not counted
+        self._train_s, self._trained = 0.0, 0.0  # of recent calls, with weights that decay
+        self._evaluate_s, self._evaluated = 0.0, 0  # of the evaluations, and the updates until the newest of them
+        self._since_evaluation = 0
+        self._has_evaluated, self._has_failed = False, False  # since the newest call
+        self._estimates = 0
+        self._now_s, self._end_s = 0.0, math.nan
+
+    @property
+    def left_s(self) -> Optional[float]:
+        """The time from the newest update to the end of the run, in seconds; None if it is not known yet."""
+        return max(0.0, self._end_s - self._now_s) if math.isfinite(self._end_s) else None
+
+    def add(self, event: Event) -> None:
+        """Take an event of the run into account."""
+        if isinstance(event, EvaluationDone):
+            self._has_evaluated = True
+        elif isinstance(event, (InstanceLost, Repaired, Resized)):
+            self._has_failed = True
+        elif isinstance(event, UpdateDone):
+            self._now_s = event.time_s
+            if event.update % self._per_call == 0 or event.update >= self._total:
+                self._add_call(event)
+
+    def _add_call(self, event: UpdateDone) -> None:
+        last, self._last = self._last, event
+        if last is None or event.update <= last.update:
+            return
+        updates, elapsed_s = event.update - last.update, event.time_s - last.time_s
+        if self._has_evaluated or self._has_failed:
+            self._add_pause(max(0.0, elapsed_s - updates * self._pace_s))
+        else:
+            kept = 0.5 ** (elapsed_s / max(_PACE_S, _PACE_CALLS * elapsed_s))
+            self._train_s, self._trained = kept * self._train_s + elapsed_s, kept * self._trained + updates
+        self._has_evaluated = self._has_failed = False
+        self._since_evaluation += updates
+        if self._trained:
+            self._move_end(event.time_s, elapsed_s, self._total - event.update)
+
+    def _add_pause(self, seconds: float) -> None:
+        if self._has_failed:
+            self._end_s += seconds
+        else:
+            self._evaluate_s += seconds
+            self._evaluated += self._since_evaluation
+            self._since_evaluation = 0
+
+    def _move_end(self, now_s: float, elapsed_s: float, updates: int) -> None:
+        evaluation_s = self._evaluate_s / self._evaluated if self._evaluated else 0.0
+        left_s = (self._pace_s + evaluation_s) * updates
+        self._estimates += 1
+        within_s = min(_SMOOTH_S, _SMOOTH_SHARE * left_s)
+        share = min(_LARGEST_STEP, 1.0 - math.exp(-elapsed_s / within_s)) if within_s > 0 else 1.0
+        share = max(share, 1.0 / self._estimates)
+        before_s = self._end_s if self._estimates > 1 else 0.0
+        self._end_s = before_s + share * (now_s + left_s - before_s)
+
+    @property
+    def _pace_s(self) -> float:
+        return self._train_s / self._trained if self._trained else 0.0

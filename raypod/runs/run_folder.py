@@ -1,4 +1,7 @@
-"""The run folder: its path, the files that are written before the run, and the summary after it."""
+"""The run folder: its path, what is written before the run, the summary after it, and from which checkpoint it began.
+
+The event `run_started` has the record, so that it lasts as long as what the run has done since.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,23 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Type
 
 from raypod.errors import ConfigError, RunError
-from raypod.events import EvaluationDone, UpdateDone
+from raypod.events import EvaluationDone, Event, UpdateDone
 from raypod.plan import layout, stored_code
 from raypod.plan.config import Config
 from raypod.plan.layout import CONFIG, EVALUATIONS, EVENTS, LOGS, METRICS, PLAN, SEAL, SUMMARY
 from raypod.plan.plan import Plan, default_run_dir
 from raypod.plan.resolve import run_folder_of
 from raypod.plan.tables import describe, topology_summary
-from raypod.runs import origin, run_state
-from raypod.runs.coordinator_log import log_of
+from raypod.runs import event_log, run_state
+from raypod.runs.callback import Callback
 from raypod.runs.growing_file import last_lines, parse_records
-from raypod.runs.lease_file import is_lease
-from raypod.runs.lines import Measured, events_in, flat
-from raypod.runs.metrics import MetricsAggregator
+from raypod.runs.lease import is_lease
+from raypod.runs.metrics import Measured, MetricsAggregator, events_in, flat
 from raypod.runs.run_view import RunView
 from raypod.system.files import replace_file, strict_json
+from raypod.system.log_files import LogTimes
 from raypod.system.urls import is_url, run_url
-from raypod.training.checkpoint import storage
+from raypod.training.checkpoint import resume, storage
 
 
 def choose(resolved: Config) -> str:
@@ -83,7 +86,7 @@ def check_may_write(plan: Plan) -> None:
         return
     check_is_run_folder(folder, plan.config)
     if resume:
-        may_write = run_folder_of(resume) == folder.resolve() or origin.is_begun(plan)
+        may_write = run_folder_of(resume) == folder.resolve() or is_begun(plan)
     else:
         may_write = run_state.is_unfinished(folder)
     has_checkpoint = bool(storage.list_checkpoints(storage.checkpoints_folder(folder))[0])
@@ -216,3 +219,60 @@ def has_lost_checkpoints(folder: Path) -> bool:
 
 def _records(path: Path) -> List[Dict[str, Any]]:
     return parse_records(path.read_bytes().splitlines()) if path.is_file() else []
+
+
+NAME = "coordinator.log"
+
+
+def log_of(run_dir: Path) -> Path:
+    """Return the log file of a detached run's coordinator."""
+    return run_dir / "logs" / NAME
+
+
+class CoordinatorLogTimes(Callback):
+    """Marks the times of the coordinator's log while events arrive; without such a log it does nothing."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._times = LogTimes(log_of(run_dir))
+
+    def on_event(self, event: Event) -> None:
+        """Write a mark, unless the last one is recent."""
+        self._times.mark()
+
+
+_OWN = "."  # the run folder itself: the run went on
+
+
+def origin_of(plan: Plan) -> Optional[str]:
+    """Return what the plan resumes from: a path relative to the run folder if it is in it; None without `--resume`."""
+    if not plan.config.run.resume:
+        return None
+    path, folder = Path(plan.config.run.resume).resolve(), Path(plan.run_dir).resolve()
+    return str(path.relative_to(folder)) if path == folder or folder in path.parents else str(path)
+
+
+def is_begun(plan: Plan) -> bool:
+    """Return whether the folder has an unfinished run that began from the checkpoint or run that `--resume` names."""
+    folder, origin = Path(plan.run_dir), origin_of(plan)
+    return origin not in (None, _OWN) and run_state.is_unfinished(folder) and _recorded(folder) == origin
+
+
+def continues(plan: Plan) -> bool:
+    """Return whether the command began the unfinished run in the folder, which it continues.
+
+    One that names a checkpoint of the folder, and other settings than those of the newest state, begins again from it.
+    """
+    if not is_begun(plan):
+        return False
+    newest, _ = resume.newest_valid(storage.checkpoints_folder(plan.run_dir), verify=False)
+    is_elsewhere = Path(str(origin_of(plan))).is_absolute()
+    return is_elsewhere or newest is None or resume.difference_to(plan, newest.manifest, []) is None
+
+
+def _recorded(folder: Path) -> Optional[str]:
+    """Return the record of the last start that did not continue the run in its folder."""
+    origin: Optional[str] = None
+    for line in event_log.lines_with(folder / layout.EVENTS, (b'"run_started"',)):
+        if line.get("event") == "run_started" and line.get("resumed_from") != _OWN:
+            origin = line.get("resumed_from")
+    return origin

@@ -13,14 +13,14 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Opt
 from raypod.errors import ConfigError, RunError
 from raypod.events import CheckpointBegun, EvaluationDone, Event, Repaired, Resized, RunEnded, RunStarted, UpdateDone
 from raypod.plan import user_code
+from raypod.plan.compatibility import with_effect
 from raypod.plan.config import Config
-from raypod.plan.effect import with_effect
 from raypod.plan.layout import EVALUATIONS, METRICS, TENSORBOARD, TEST
 from raypod.plan.plan import Plan
 from raypod.runs.callback import Callback, LinesSink, Sink
 from raypod.runs.ledger import Ledger
-from raypod.runs.lines import keep_until, line_of, traces_of, update_of
 from raypod.runs.media import Media, MediaFolder
+from raypod.runs.metrics import keep_until, line_of, traces_of, update_of
 from raypod.system import files
 from raypod.system.files import AppendOnlyFile, replace_file, strict_json
 

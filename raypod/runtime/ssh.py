@@ -23,7 +23,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 from raypod.errors import ClusterError
 from raypod.plan.cluster import Host, Ssh
 from raypod.system.interfaces import interface_addresses
-from raypod.system.last_line import last_line
+from raypod.system.log_files import last_line
 
 HEAD_KEY_PATH = "~/ray_bootstrap_key.pem"  # where `ray up` copies the operator's ssh key
 _MAX_KEY_BYTES = 1 << 16

@@ -1,4 +1,4 @@
-"""Signals that request this process to stop."""
+"""Signals that request this process to stop, and its end while a library blocks the main thread."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import math
 import os
 import signal
 import stat
+import sys
 import threading
 import time
 from types import FrameType
-from typing import Callable, Collection, Iterator, List, Optional
+from typing import Callable, Collection, Iterator, List, NoReturn, Optional, Union
+
+from raypod.errors import Preempted, RaypodError
+from raypod.system.command_line import tell
 
 _RAY_ABORTS_AFTER_S = 3  # `alarm_on_failure_secs` of Abseil, which Ray does not change
 _COPY_S = 0.25  # copies arrive within milliseconds; a user needs longer to press Ctrl-C again
@@ -153,3 +157,31 @@ class SignalDeadline:
         if self._before != -1:
             with contextlib.suppress(OSError):  # its buffer is full, or it is closed
                 os.write(self._before, received)
+
+
+Ending = Union[RaypodError, Preempted]
+_cleanups: List[Callable[[Ending], None]] = []
+
+
+@contextlib.contextmanager
+def on_abort(cleanup: Callable[[Ending], None]) -> Iterator[None]:
+    """Within this context, `abort` calls `cleanup` with its error. It runs in another thread than the main one."""
+    _cleanups.append(cleanup)
+    try:
+        yield
+    finally:
+        _cleanups.remove(cleanup)
+
+
+def abort(error: Ending) -> NoReturn:
+    """Run the cleanups, the last registered one first, print the error as one line, and exit with its exit code."""
+    try:
+        for cleanup in reversed(_cleanups):
+            cleanup(error)
+    finally:
+        try:
+            end_of_bar = "\n" if sys.stderr.isatty() else ""  # a progress bar leaves the cursor in its line
+            what = "" if isinstance(error, Preempted) else "error: "
+            tell(f"{end_of_bar}raypod: {what}{error}", sys.stderr)
+        finally:
+            os._exit(error.exit_code)

@@ -30,7 +30,7 @@ import torch  # noqa: E402  # as above
 from conformance import front_end_runs  # noqa: E402  # as above
 from conformance.clone import CloneError, extract  # noqa: E402  # as above
 from conformance.command import exit_with, refuse  # noqa: E402  # as above
-from raypod.system.emulated import activation  # noqa: E402  # as above
+from raypod.system.sdk import activation  # noqa: E402  # as above
 
 _APPLICATION = "vision/cnns/pytorch"
 

@@ -21,8 +21,8 @@ from raypod.__main__ import main
 from raypod.cli import detached as commands
 from raypod.errors import ConfigError, RunError
 from raypod.events import UpdateDone
-from raypod.runs import lease_file, run_state
-from raypod.runs.lines import line_of
+from raypod.runs import lease, run_state
+from raypod.runs.metrics import line_of
 from raypod.runs.run_state import RunState
 from raypod.system import process
 from tests.support.bounded import COMMAND_S, wait_until
@@ -150,7 +150,7 @@ def test_stop_signals_no_process_that_does_not_hold_the_folder(
     signalled: List[int] = []
     monkeypatch.setattr(commands.os, "kill", lambda pid, number: signalled.append(pid))
     monkeypatch.setattr(commands, "_OPEN_WITHIN_S", 0.0)
-    holder = lease_file.this_process()
+    holder = lease.this_process()
     state = dataclasses.replace(STATE, host=holder.host)
     (tmp_path / "state.json").write_text(json.dumps(dataclasses.asdict(state)))
     if case != "no lease":
@@ -177,19 +177,19 @@ def test_stop_signals_no_process_that_does_not_hold_the_folder(
 def test_the_status_on_a_host_with_another_clock_observes_the_lease(
     skew_s: float, is_alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now_s, lease = [1000.0], tmp_path / "lease-1.json"
+    now_s, file = [1000.0], tmp_path / "lease-1.json"
     (tmp_path / "state.json").write_text(json.dumps(dataclasses.asdict(dataclasses.replace(STATE, host="far-away"))))
-    lease.write_bytes(dataclasses.replace(lease_file.this_process(), host="far-away").content())
-    at_s = lease.stat().st_mtime - skew_s - (0.0 if is_alive else 60.0)
-    for path in (lease, tmp_path / "state.json"):
+    file.write_bytes(dataclasses.replace(lease.this_process(), host="far-away").content())
+    at_s = file.stat().st_mtime - skew_s - (0.0 if is_alive else 60.0)
+    for path in (file, tmp_path / "state.json"):
         os.utime(str(path), (at_s, at_s))
 
     def sleep(seconds: float) -> None:
         now_s[0] += seconds
         if is_alive:
-            os.utime(str(lease), (at_s + 5, at_s + 5))
+            os.utime(str(file), (at_s + 5, at_s + 5))
 
-    monkeypatch.setattr(lease_file, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+    monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
     assert main(["status", str(tmp_path)]) == (0 if is_alive else 1)
     out = capsys.readouterr().out
     assert ("state  running\n" in out) == is_alive

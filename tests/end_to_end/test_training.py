@@ -13,7 +13,7 @@ from raypod import train
 from raypod.events import EvaluationDone, UpdateDone
 from raypod.plan.values import TRACES
 from raypod.runs import verify_data
-from raypod.runs.lines import traces_of
+from raypod.runs.metrics import traces_of
 from tests.support.documented import modules
 from tests.support.faulty_runs import plan_for, run, send, starts
 

@@ -8,7 +8,7 @@ import pytest
 
 from raypod.__main__ import main
 from raypod.plan.config import Config
-from raypod.plan.default_rate import DEFAULT_RATES
+from raypod.plan.learning_rate import DEFAULT_RATES
 from raypod.plan.resolve import NO_SCHEMA, Schema, from_values
 from raypod.training.tasks.registry import schema_of
 

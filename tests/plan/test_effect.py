@@ -6,7 +6,7 @@ from typing import Any, Dict, Set
 
 import pytest
 
-from raypod.plan import effect
+from raypod.plan import compatibility
 from raypod.plan.config import Config
 
 
@@ -35,15 +35,15 @@ def flat(**changes: Any) -> Dict[str, Any]:
     ],
 )
 def test_settings_without_an_effect_are_left_out(changes: Dict[str, Any], shown: Set[str], left_out: Set[str]) -> None:
-    names = set(effect.with_effect(flat(**changes)))
+    names = set(compatibility.with_effect(flat(**changes)))
     assert shown <= names
     assert not left_out & names
 
 
 def test_the_names_exist_and_a_config_without_the_deciding_setting_is_shown() -> None:
-    assert {*effect.IMAGE_KEYS, *effect._NEEDS} <= set(flat())
-    assert {deciding for deciding, _ in effect._NEEDS.values()} <= set(flat())
-    assert effect.with_effect({"data.classes": 10, "run.tracker_timeout_s": 1}) == {
+    assert {*compatibility.IMAGE_KEYS, *compatibility._NEEDS} <= set(flat())
+    assert {deciding for deciding, _ in compatibility._NEEDS.values()} <= set(flat())
+    assert compatibility.with_effect({"data.classes": 10, "run.tracker_timeout_s": 1}) == {
         "data.classes": 10,
         "run.tracker_timeout_s": 1,
     }

@@ -6,7 +6,7 @@ from typing import Any, List, Sequence
 import pytest
 
 from raypod.__main__ import main
-from raypod.plan import config, flag_help, flags
+from raypod.plan import config, flags
 from raypod.system.command_line import FlagParser
 
 
@@ -30,7 +30,7 @@ def test_help_shows_what_is_used_most_and_each_flag_is_in_one_group(capsys: Any)
     assert "--help-all every flag" in " ".join(text.split())
     assert text == shown(capsys, "train", "-h")
     assert max(map(len, text.splitlines())) <= 80
-    of_groups = [flag for group in flag_help.GROUPS for flag in flags_in(shown(capsys, "train", "--help", group))]
+    of_groups = [flag for group in flags.GROUPS for flag in flags_in(shown(capsys, "train", "--help", group))]
     assert len(of_groups) == len(set(of_groups))
     keys = {f"--{'task' if key == 'name' else key.replace('_', '-')}" for _, key, _ in config.fields()}
     assert keys <= {*of_groups}

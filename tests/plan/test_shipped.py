@@ -86,7 +86,7 @@ def test_files_are_listed_and_printed(monkeypatch: pytest.MonkeyPatch, capsys: A
     assert main(["files"]) == 0
     out = capsys.readouterr().out
     assert "a ResNet-101 on two IPUs, eight replicas in four instances\n" in out  # a pipe: one line for each file
-    monkeypatch.setattr("raypod.cli.files.width_of", lambda stream: 80)
+    monkeypatch.setattr("raypod.cli.runs.width_of", lambda stream: 80)
     assert main(["files"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80

@@ -15,10 +15,10 @@ from typing import Any, Dict, List
 import pytest
 
 from raypod.errors import ClusterError
-from raypod.observe.status import registry
+from raypod.observe.status import endpoint
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Host, Ssh, cluster_from
-from raypod.pod import active_runs, stop_runs, up_lock
+from raypod.pod import active_runs, stop_runs, up
 from raypod.runtime import ssh
 from raypod.system.process import process_start_ticks
 from tests.support import ROOT
@@ -70,11 +70,11 @@ def test_the_start_command_of_the_head_refuses_while_programs_use_the_cluster(
 def test_the_run_folder_of_a_driver_is_known_from_its_entry_for_the_monitor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv(registry.VARIABLE, raising=False)
-    monkeypatch.setattr(registry, "_PARENT", tmp_path)
+    monkeypatch.delenv(endpoint.VARIABLE, raising=False)
+    monkeypatch.setattr(endpoint, "_PARENT", tmp_path)
     monkeypatch.setattr(active_runs, "_ENTRIES", tmp_path)
     own: Dict[str, Any] = {**TRAINING, "pid": os.getpid()}
-    with registry.registered(Path("/runs/a"), 7, "token"):
+    with endpoint.registered(Path("/runs/a"), 7, "token"):
         assert active_runs.run_folders([own, {**own, "pid": os.getppid()}]) == {str(os.getpid()): "/runs/a"}
         (tmp_path / f"raypod-{os.getuid()}").chmod(0o755)
         assert active_runs.run_folders([own]) == {}
@@ -177,11 +177,11 @@ def test_a_second_up_says_which_one_runs(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(ssh, "is_local", lambda host: True)
     said: List[str] = []
     for _ in range(2):  # the lock ends with its context
-        with up_lock.held(CLUSTER, said.append):
+        with up.held(CLUSTER, said.append):
             words = rf"another `raypod up` runs: pid {os.getpid()} of .*; if it has ended, `kill \d+` on the head; "
-            with pytest.raises(ClusterError, match=words), up_lock.held(CLUSTER, said.append):
+            with pytest.raises(ClusterError, match=words), up.held(CLUSTER, said.append):
                 pytest.fail("both hold the lock")
     (tmp_path / ".raypod").rename(tmp_path / "before")
     (tmp_path / ".raypod").touch()
-    with up_lock.held(CLUSTER, said.append):
+    with up.held(CLUSTER, said.append):
         assert said == ["warning: 10.0.0.11: cannot lock pod64; no other `raypod up` may run for it now"]

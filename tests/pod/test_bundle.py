@@ -17,7 +17,7 @@ import pytest
 
 from raypod.__main__ import main
 from raypod.errors import ConfigError
-from raypod.pod import bundle, wheels
+from raypod.pod import bundle
 from tests.support import ROOT
 
 pytest.importorskip("pip", reason="this Python has no pip")
@@ -160,10 +160,10 @@ def test_an_index_that_cannot_be_reached_is_named(
 
 
 def test_constraints_of_the_python_of_the_hosts() -> None:
-    assert "torch==2.0.1" in wheels.constraints_for(CONSTRAINTS, "3.8")
-    assert "torch==2.13.0" in wheels.constraints_for(CONSTRAINTS, "3.11")
-    assert "ray==2.10.0" not in wheels.constraints_for(CONSTRAINTS, "3.11")
-    assert wheels.installed(["pip", "not-installed"]) == [f"pip=={importlib.metadata.version('pip').partition('+')[0]}"]
+    assert "torch==2.0.1" in bundle.constraints_for(CONSTRAINTS, "3.8")
+    assert "torch==2.13.0" in bundle.constraints_for(CONSTRAINTS, "3.11")
+    assert "ray==2.10.0" not in bundle.constraints_for(CONSTRAINTS, "3.11")
+    assert bundle.installed(["pip", "not-installed"]) == [f"pip=={importlib.metadata.version('pip').partition('+')[0]}"]
 
 
 def test_the_wheel_of_an_installed_package(
@@ -175,10 +175,10 @@ def test_the_wheel_of_an_installed_package(
     (site / "pure-1.0.dist-info" / "INSTALLER").write_text("pip")
     monkeypatch.syspath_prepend(str(site))
     (tmp_path / "out").mkdir()
-    wheels.repack("pure", tmp_path / "out")
+    bundle.repack("pure", tmp_path / "out")
     with zipfile.ZipFile(tmp_path / "out" / "pure-1.0-py3-none-any.whl") as content:
         assert {"pure/__init__.py", "pure-1.0.dist-info/RECORD"} <= {*content.namelist()}
         assert "pure-1.0.dist-info/INSTALLER" not in content.namelist()
     (site / "pure-1.0.dist-info" / "RECORD").write_text("")
     with pytest.raises(ConfigError, match="run the command in a checkout"):
-        wheels.repack("pure", tmp_path / "out")
+        bundle.repack("pure", tmp_path / "out")

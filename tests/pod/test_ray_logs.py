@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raypod.pod import ray_logs
+from raypod.pod import started
 
 SLOW_AGENT = (
     "[2026-11-25 03:22:23,322 I 11 15] (raylet) agent_manager.cc:81: Monitor agent process with name dashboard_agent\n"
@@ -39,7 +39,7 @@ def test_the_error_line_is_the_output_of_the_failed_command() -> None:
         "click.exceptions.ClickException: SSH command failed.\n"
         "Error: Failed to setup head node.\n"
     )
-    assert ray_logs.launcher_error(log) == "bash: ray: command not found"
+    assert started.launcher_error(log) == "bash: ray: command not found"
     log = (
         "[2026-11-27 17:43:49,397 C 9 9] (gcs_server) grpc_server.cc:134:  An unexpected system state has occurred. "
         "Check failed: server_ Failed to start the grpc server. The specified port is 6379.\n\n"
@@ -48,11 +48,11 @@ def test_the_error_line_is_the_output_of_the_failed_command() -> None:
         "2026-11-21 15:59:28,068\tERR updater.py:177 -- New status: update-failed\n"
     )
     failure = "Failed to start the grpc server. The specified port is 6379."
-    assert ray_logs.launcher_error(log) == failure
+    assert started.launcher_error(log) == failure
     without_abort = "\n".join(line for line in log.splitlines() if "Check failed" not in line)
-    assert ray_logs.launcher_error(without_abort).startswith(".Please check /tmp/ray-a/ray/session_1/logs")
-    assert ray_logs.launcher_error("FileNotFoundError: no 'key'\nbye\n") == "FileNotFoundError: no 'key'"
-    assert ray_logs.launcher_error("") == "no output"
+    assert started.launcher_error(without_abort).startswith(".Please check /tmp/ray-a/ray/session_1/logs")
+    assert started.launcher_error("FileNotFoundError: no 'key'\nbye\n") == "FileNotFoundError: no 'key'"
+    assert started.launcher_error("") == "no output"
 
 
 def printed(number: int, log: str) -> str:
@@ -64,15 +64,15 @@ def test_the_error_of_a_raylet_is_the_newest_and_names_its_log() -> None:
         "raylet ended there: its agents did not start within Ray's limit of 15 s: is the host overloaded? "
         "(log: /tmp/ray-root/ray/session_latest/logs/raylet.2.out)"
     )
-    assert ray_logs.raylet_error(printed(1, STOPPED) + printed(2, SLOW_AGENT)) == slow
-    assert ray_logs.raylet_error(printed(2, SLOW_AGENT) + printed(3, RUNNING)) == slow  # it was started again
+    assert started.raylet_error(printed(1, STOPPED) + printed(2, SLOW_AGENT)) == slow
+    assert started.raylet_error(printed(2, SLOW_AGENT) + printed(3, RUNNING)) == slow  # it was started again
     checked = SLOW_AGENT.replace("Timed out waiting for file", "the disk is full:")
-    assert "ended there: the disk is full: /tmp" in str(ray_logs.raylet_error(printed(1, checked)))
+    assert "ended there: the disk is full: /tmp" in str(started.raylet_error(printed(1, checked)))
 
 
 def test_a_raylet_that_has_not_ended_or_was_stopped_is_no_cause() -> None:
     for log in ("", printed(1, STOPPED), printed(1, RUNNING)):
-        assert ray_logs.raylet_error(log) is None
+        assert started.raylet_error(log) is None
 
 
 def log_time(age_s: float) -> str:
@@ -82,7 +82,7 @@ def log_time(age_s: float) -> str:
 @pytest.fixture
 def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of Ray's logs on this host; it does not exist."""
-    monkeypatch.setattr(ray_logs, "_FOLDERS", f"{tmp_path}/none/ray {tmp_path}/ray")
+    monkeypatch.setattr(started, "_FOLDERS", f"{tmp_path}/none/ray {tmp_path}/ray")
     return tmp_path / "ray" / "session_latest" / "logs"
 
 
@@ -92,14 +92,14 @@ def output_of(script: str) -> str:
 
 def test_only_what_raylets_have_logged_since_the_command_is_printed(processes: None, logs: Path) -> None:
     """The newest last."""
-    assert output_of(ray_logs.raylet_logs_script(150)) == ""
+    assert output_of(started.raylet_logs_script(150)) == ""
     logs.mkdir(parents=True)
     old, new = f"[{log_time(300)} C 1 1] (raylet) a.cc:1: old\nof it\n", f"[{log_time(9)} C 1 1] (raylet) a.cc:1: new\n"
     for name, age_s, log in (("raylet.out", 1, old + new), ("raylet.1.out", 60, old), ("raylet.2.out", 200, new)):
         (logs / name).write_text(log)
         changed_s = time.time() - age_s
         os.utime(str(logs / name), (changed_s, changed_s))
-    script = ray_logs.raylet_logs_script(150)
+    script = started.raylet_logs_script(150)
     assert output_of(script) == f"==> {logs}/raylet.1.out <==\n==> {logs}/raylet.out <==\n{new}"
     if os.getuid() == 0:
         os.chown(str(logs.parents[1]), 7, -1)  # another user's
@@ -124,4 +124,4 @@ def test_the_cause_in_the_log_of_the_autoscaler_is_newer_than_the_command(proces
     ):
         log += more
         (logs / "monitor.out").write_text(log)
-        assert ray_logs.autoscaler_error(output_of(ray_logs.monitor_log_script(150)), "10.0.0.13").startswith(cause)
+        assert started.autoscaler_error(output_of(started.monitor_log_script(150)), "10.0.0.13").startswith(cause)

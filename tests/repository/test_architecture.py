@@ -67,14 +67,12 @@ SDK_DIRECTIONS = {
 SDK = {"poptorch", "popdist", "horovod", "popart", "_pod"}
 SDK_USERS = {
     "training/models/program",
-    "training/models/sdk_options",
-    "training/models/serialization",
     "training/models/optimizers",
     "training/models/pipeline_table",
     "runtime/worker/instance",
-    "runtime/worker/compilation",
+    "runtime/worker/devices",
     "runtime/worker/collectives",
-    "system/emulated",
+    "system/sdk",
 }
 SDK_USERS |= {"training/tasks/image_classification"}
 SDK_MODULES = {"poptorch", "popdist", "popdist.poptorch", "horovod.torch"}
@@ -154,17 +152,17 @@ def test_the_emulated_sdk_imports_nothing_of_raypod() -> None:
 
 
 def test_the_emulated_sdk_is_used_through_its_doors() -> None:
-    """The three modules that `system/emulated.py` imports, and what the real packages have, too."""
+    """The three modules that `system/sdk.py` imports, and what the real packages have, too."""
     for file, name in zip(MODULES, IDS):
         of_sdk = {each for each in imported(file) if each.split(".")[0] in SDK}
         doors = {f"_pod.{door}" for door in ("activation", "rendezvous", "telemetry")}
-        assert of_sdk <= SDK_MODULES | (doors if name == "system/emulated" else set()), name
+        assert of_sdk <= SDK_MODULES | (doors if name == "system/sdk" else set()), name
         tree = ast.parse(file.read_text())
         texts = {
             node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
         reached = {each for each in texts if SDK_INTERNALS.search(each)}
-        assert reached <= ({"_pod", "emulated_sdk"} if name == "system/emulated" else set()), name
+        assert reached <= ({"_pod", "emulated_sdk"} if name == "system/sdk" else set()), name
 
 
 def test_every_module_states_its_duty_and_stays_short() -> None:

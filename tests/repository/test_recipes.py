@@ -11,8 +11,8 @@ import pytest
 from raypod.api.planning import plan_of
 from raypod.plan import resolve
 from raypod.plan.plan import Plan
-from raypod.plan.stages import ipus_of
 from raypod.plan.tables import render
+from raypod.plan.values import ipus_of
 from raypod.train import parser
 from tests.support import ROOT
 

@@ -28,8 +28,7 @@ from raypod.plan.layout import EVENTS
 from raypod.plan.plan import Plan
 from raypod.plan.tables import topology_summary
 from raypod.runs import event_log
-from raypod.runs.event_log import EventLog, event_name, fields_of, restarts_in
-from raypod.runs.recent_events import RecentEvents
+from raypod.runs.event_log import EventLog, RecentEvents, event_name, fields_of, restarts_in
 from raypod.runs.run_state import INTERRUPTED
 from tests.support.documented import DOCS
 from tests.support.faulty_disks import FlushedFiles

@@ -12,7 +12,7 @@ import pytest
 from raypod import events
 from raypod.errors import ConfigError, InstanceFailed
 from raypod.observe.logs.command import _kinds
-from raypod.observe.monitor.from_status import event_lines
+from raypod.observe.monitor.run_source import event_lines
 from raypod.observe.report import timeline
 from raypod.observe.status.run_status import RunStatus
 from raypod.plan.layout import EVENTS

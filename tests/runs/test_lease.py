@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterator, List
 import pytest
 
 from raypod.errors import FolderLost, LeaseHeld, LeaseLost
-from raypod.runs import lease, lease_file
+from raypod.runs import lease
 from raypod.runs.lease import Lease
 from tests.support.bounded import wait_until
 
@@ -27,7 +27,7 @@ OnHost = Callable[[str], None]
 
 @pytest.fixture(autouse=True)
 def frequent_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_file, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(lease, "HEARTBEAT_S", 0.2)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def entries(folder: Path) -> List[str]:
 
 def age(folder: Path, seconds: float) -> None:
     """Change the time of the last heartbeat."""
-    found = lease_file.current(folder)
+    found = lease.current(folder)
     assert found is not None
     os.utime(str(found.path), (found.renewed_s - seconds,) * 2)
 
@@ -90,7 +90,7 @@ def test_the_lease_of_a_dead_process_on_this_host_ends_at_once(
 
 
 def test_what_killed_processes_have_left_of_their_leases_is_removed(tmp_path: Path, acquire: Acquire) -> None:
-    me = lease_file.this_process()
+    me = lease.this_process()
     dead = dataclasses.replace(me, owner="dead", started_ticks=me.started_ticks - 1)
     remote = dataclasses.replace(me, owner="remote", host="far")
     contents = {"dead": dead.content(), "live": me.content(), "remote": remote.content(), "empty": b"", "old": b""}
@@ -142,7 +142,7 @@ def test_a_live_host_whose_clock_is_late_keeps_its_lease(
     on_host("far")
     held, real = acquire(), os.utime
     monkeypatch.setattr(os, "utime", lambda path: real(path, (time.time() - 3600,) * 2))
-    assert wait_until(lambda: lease_file.find(tmp_path)[0].renewed_s < time.time() - 3000)
+    assert wait_until(lambda: lease.find(tmp_path)[0].renewed_s < time.time() - 3000)
     on_host("near")
     with pytest.raises(LeaseHeld):
         acquire()
@@ -157,7 +157,7 @@ def test_a_holder_that_is_taken_over_ends(tmp_path: Path, acquire: Acquire, on_h
     on_host(here)
     with ThreadPoolExecutor(1) as pool:
         new = pool.submit(acquire, take_over=True)
-        assert wait_until(lambda: len(lease_file.find(tmp_path)) == 2)
+        assert wait_until(lambda: len(lease.find(tmp_path)) == 2)
         with pytest.raises(LeaseLost, match=f"pid {os.getpid()} on host {here}"):
             wait_until(lambda: held.check() is not None)
         assert not new.done()  # it waits until the old holder has ended
@@ -186,12 +186,12 @@ def test_a_lost_lease_interrupts_a_wait_of_the_main_thread(acquire: Acquire) -> 
 def test_a_process_that_was_stopped_notices_the_loss_before_it_goes_on(
     acquire: Acquire, on_host: OnHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_file, "HEARTBEAT_S", 600)  # the thread renews the lease only when `check` wakes it
+    monkeypatch.setattr(lease, "HEARTBEAT_S", 600)  # the thread renews the lease only when `check` wakes it
     on_host("far")
     held = acquire()
     on_host("near")
     age(held.folder, 31)
-    monkeypatch.setattr(lease_file, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(lease, "HEARTBEAT_S", 0.1)
     acquire()
     real = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: real() + 60)
@@ -229,8 +229,8 @@ def test_a_full_disk_does_not_prevent_heartbeats(
     try:
         with pytest.raises(OSError, match="No space"):
             (folder / "full").write_bytes(bytes(1 << 20))
-        first = lease_file.find(folder)[0].renewed_s
-        assert wait_until(lambda: lease_file.find(folder)[0].renewed_s > first)
+        first = lease.find(folder)[0].renewed_s
+        assert wait_until(lambda: lease.find(folder)[0].renewed_s > first)
         assert not warnings
     finally:
         held.release()

@@ -12,8 +12,7 @@ import pytest
 from raypod.events import CallReport, EpochDone, UpdateDone
 from raypod.plan.metric import ExactSum, Metric
 from raypod.plan.plan import Plan
-from raypod.runs.metrics import MetricsAggregator
-from raypod.runs.throughput import RecentThroughput
+from raypod.runs.metrics import MetricsAggregator, RecentThroughput
 
 
 def report(instance: int, losses: list[list[float]], correct: list[list[int]], first: int = 0) -> CallReport:

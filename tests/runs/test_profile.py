@@ -14,13 +14,11 @@ from raypod import train
 from raypod.errors import ConfigError
 from raypod.events import CallReport, ClockReading, InstanceStarted, ProcessSpans, Span
 from raypod.plan.layout import PROFILE
-from raypod.plan.plan import Plan, Segment
-from raypod.plan.profile_window import rounding_of, window_of
+from raypod.plan.plan import Plan, Segment, rounding_of, window_of
 from raypod.runs.metrics import MetricsAggregator
-from raypod.runs.profile import ProfileSource, ProfileWriter
-from raypod.runs.trace import merged
+from raypod.runs.profile import ProfileSource, ProfileWriter, merged
 from raypod.runtime.coordinator import coordinator
-from raypod.runtime.workers.ray_clocks import best_reading
+from raypod.runtime.workers.ray_nodes import best_reading
 from raypod.runtime.workers.scripted import ScriptedFleet
 from raypod.system import spans
 

@@ -26,8 +26,7 @@ from raypod.events import (
 )
 from raypod.plan.plan import Plan
 from raypod.runs import progress
-from raypod.runs.progress import NORMAL, QUIET, VERBOSE, Progress
-from raypod.runs.summary_table import render
+from raypod.runs.progress import NORMAL, QUIET, VERBOSE, Progress, summary_table
 
 Shown = Callable[..., "tuple[str, str]"]
 UNKNOWN = {"loss": math.nan, "accuracy": math.nan}
@@ -252,7 +251,7 @@ def table(make: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyP
     def of(seconds: float = 31.24, width: Any = None, **changes: Any) -> str:
         plan = make(run={"run_dir": str(tmp_path / "run")})
         (Path(plan.run_dir) / "summary.json").write_text(json.dumps({**SUMMARY, **changes}))
-        return render(plan, seconds, width)
+        return summary_table(plan, seconds, width)
 
     return of
 

@@ -7,7 +7,7 @@ from typing import Callable, List, Tuple
 import pytest
 
 from raypod.events import EvaluationDone, Event, InstanceLost, Repaired, UpdateDone
-from raypod.runs.remaining_time import RemainingTime
+from raypod.runs.progress import RemainingTime
 
 EVALUATION = EvaluationDone(360, {"loss": 1.0}, 0, 1)
 LOST = InstanceLost(1, "h", "died", "its process died", "", "", "log")

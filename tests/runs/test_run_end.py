@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from raypod.plan import layout
-from raypod.runs import lease_file, run_end, run_state
-from raypod.runs.run_end import RunEndWatch
-from raypod.runs.run_state import RunState
+from raypod.runs import lease, run_state
+from raypod.runs.run_state import RunEndWatch, RunState
 from raypod.system.process import process_start_ticks
 
 
@@ -36,7 +35,7 @@ def test_a_run_ends_when_its_state_has_the_end_and_its_process_exits(
     assert watch.is_known
     write(tmp_path, state(state=run_state.FAILED, exit_code=1))
     assert watch.poll() is None  # this process may print more
-    monkeypatch.setattr(run_end, "_EXIT_S", 0.0)
+    monkeypatch.setattr(run_state, "_EXIT_S", 0.0)
     found = watch.poll()
     assert found is not None
     assert found.exit_code == 1
@@ -67,17 +66,17 @@ def test_the_clock_of_another_host_does_not_end_its_run(
 ) -> None:
     """For the monitor, logs, report and dashboard: only a lease without new heartbeats ends."""
     now_s = 10000.0
-    monkeypatch.setattr(run_end, "time", SimpleNamespace(monotonic=lambda: now_s, time=lambda: now_s))
+    monkeypatch.setattr(run_state, "time", SimpleNamespace(monotonic=lambda: now_s, time=lambda: now_s))
     write(tmp_path, state(host="elsewhere"))
-    holder = lease_file.Holder("owner", "elsewhere", "its boot", 1, 1, "today", lease_file.EXPIRES_AFTER_S)
-    lease = tmp_path / "lease-1.json"
-    lease.write_bytes(holder.content())
+    holder = lease.Holder("owner", "elsewhere", "its boot", 1, 1, "today", lease.EXPIRES_AFTER_S)
+    file = tmp_path / "lease-1.json"
+    file.write_bytes(holder.content())
     watch = RunEndWatch(tmp_path)
     for _ in range(30):
-        os.utime(str(lease), (now_s + ahead_s, now_s + ahead_s))
+        os.utime(str(file), (now_s + ahead_s, now_s + ahead_s))
         assert watch.poll() is None
-        now_s += lease_file.HEARTBEAT_S
-    now_s += lease_file.EXPIRES_AFTER_S
+        now_s += lease.HEARTBEAT_S
+    now_s += lease.EXPIRES_AFTER_S
     found = watch.poll()
     assert found is not None
     assert found.exit_code is None

@@ -19,8 +19,7 @@ from raypod.events import RunEnded, RunStarted, UpdateDone
 from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.runs import run_folder, verify_data
-from raypod.runs.lines import line_of
-from raypod.runs.metrics import MetricsAggregator
+from raypod.runs.metrics import MetricsAggregator, line_of
 from raypod.runs.run_view import RunView
 from raypod.training.checkpoint.storage import list_checkpoints
 from tests.support.documented import DOCS

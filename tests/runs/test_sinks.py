@@ -14,7 +14,7 @@ import pytest
 
 from raypod import train
 from raypod.events import EvaluationDone, UpdateDone
-from raypod.runs.lines import events_in, flat, line_of
+from raypod.runs.metrics import events_in, flat, line_of
 from raypod.runs.run_folder import last_update
 from raypod.runs.sinks import JsonLines, LatestDetails, TensorBoardWriter
 from tests.support.event_files import scalars

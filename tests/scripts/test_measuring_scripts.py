@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import bench_half
+import bench_recovery
 import pytest
 import simulate_pod
 import startup_table
 import torch
+from bench_recovery import Line
 from simulate_pod import Costs, Pod
 
 from tests.support.run_folders import write_run
@@ -50,6 +52,25 @@ def test_an_unknown_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None
         bench_half.main(["--models", "bert"])
     assert refusal.value.code == 2
     assert "invalid choice: 'bert'" in capsys.readouterr().err
+
+
+def test_what_a_kill_costs_a_survivor_that_trains_alone() -> None:
+    together = [Line(rank, update, rank, float(update), update - 1, 2) for update in (1, 2, 3) for rank in (0, 1)]
+    ended_with_victim, alone = Line(0, 4, 0, 10.1, 3, 2), [Line(0, 5, 0, 11.0, 5, 1), Line(0, 6, 0, 11.1, 6, 1)]
+    lines = [*together, ended_with_victim, *alone]  # the batch at 4 was in an update that is not committed
+    assert bench_recovery.find_whole(lines, {1}) is None
+    lines += [Line(1, 7, 2, 13.0, 3, 2), Line(0, 7, 0, 12.9, 7, 2)]
+    assert bench_recovery.find_whole(lines, {1}) == 7
+    found = bench_recovery.result_of(lines, 10.0, 7)
+    assert found == (1.0, 3.0, (1 + 4) * bench_recovery.BATCH, 0)
+
+
+def test_what_a_kill_costs_if_all_processes_go_back_to_a_checkpoint() -> None:
+    old = [Line(rank, update, rank, float(update), update - 1, 2) for update in (1, 2, 3, 4) for rank in (0, 1)]
+    new = [Line(rank, update, 2 + rank, 17.0 + update, update - 1, 2) for update in (3, 4, 5) for rank in (0, 1)]
+    assert bench_recovery.find_whole([*old, *new[:4]], {0, 1}) is None
+    assert bench_recovery.find_whole([*old, *new], {0, 1}) == 5
+    assert bench_recovery.result_of([*old, *new], 10.0, 5) == (12.0, 12.0, 0, 2)
 
 
 def test_errors_are_in_units_of_the_last_place_of_the_largest_value() -> None:

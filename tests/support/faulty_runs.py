@@ -15,8 +15,7 @@ import pytest
 from raypod.events import EvaluationDone, Event, InstanceLost, Repaired, RunEnded, UpdateDone
 from raypod.plan import layout
 from raypod.plan.cluster import LOCAL, Cluster
-from raypod.plan.plan import Plan, make_plan
-from raypod.plan.profile_window import window_of
+from raypod.plan.plan import Plan, make_plan, window_of
 from raypod.plan.resolve import from_values, task_of_values
 from raypod.runs import ledger, run_folder, verify_data
 from raypod.runs.metrics import MetricsAggregator

@@ -14,7 +14,7 @@ import torch
 
 from raypod.plan import layout
 from raypod.plan.metric import Metric
-from raypod.runs.upload import index, mirror_record, run_mirror
+from raypod.runs.upload import mirror_record, remote_index, run_mirror
 from raypod.runs.upload.mirror_record import MirrorRecord
 from raypod.runs.upload.remote_run import RemoteRun
 from raypod.system.companion import Input, end_session, start_module
@@ -220,7 +220,7 @@ def fetch_checkpoints(remote: RemoteRun, target: Path) -> List[str]:
 
 def different_files(run: Path, copy: Path) -> Set[str]:
     """Return in which files a copy differs from a run folder, without those that stay on the host."""
-    kept = {"status-token", "lease-1.json", layout.STORAGE, "storage.lock", index.NAME, "logs/storage.log"}
+    kept = {"status-token", "lease-1.json", layout.STORAGE, "storage.lock", remote_index.NAME, "logs/storage.log"}
     folders = [
         {path.relative_to(each).as_posix() for path in each.rglob("*") if path.is_file()} for each in (run, copy)
     ]

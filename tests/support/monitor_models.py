@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, Dict
 
-from raypod.observe.monitor.from_status import run_of
 from raypod.observe.monitor.model import Run
+from raypod.observe.monitor.run_source import run_of
 
 BUSY_S = (0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.19)  # instance 7 is slow
 

@@ -51,6 +51,11 @@ class Server:
         self._process = subprocess.Popen(self._command, stdout=quiet, stderr=quiet, env=environment)
         assert wait_until(lambda: answers(self.port)), f"{self._command[0]} does not listen"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """End the server and, for sshd, the processes of its sessions."""
         if self._process is None:

@@ -9,13 +9,13 @@ from typing import Any, Callable, Dict
 
 import pytest
 
-from raypod.observe.status.launch_file import LaunchFile
-from raypod.observe.trackers.tracker_record import TrackerRecord
+from raypod.observe.status.launch_status import LaunchFile
+from raypod.observe.trackers.processes import TrackerRecord
 from raypod.runs import run_state
 from raypod.runs.run_view import RunView
 from raypod.runs.upload.mirror_record import MirrorRecord
 from raypod.system import companion, files
-from raypod.system.log_times import LogTimes
+from raypod.system.log_files import LogTimes
 from tests.support.faulty_runs import plan_for
 
 Write = Callable[[Path], Any]

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raypod.system import log_times
-from raypod.system.last_line import LastLine
-from raypod.system.log_times import LogTimes, Mark, offset_at, read_marks, time_of, times_file
+from raypod.system import log_files
+from raypod.system.log_files import LastLine, LogTimes, Mark, offset_at, read_marks, time_of, times_file
 
 
 @pytest.fixture
@@ -18,7 +17,7 @@ def log(tmp_path: Path) -> Path:
 
 def test_marks_hold_the_sizes_of_the_log_some_time_apart(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(log_times.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(log_files.time, "monotonic", lambda: clock[0])
     times = LogTimes(log)
     times.mark()  # the log does not exist
     assert not times_file(log).exists()

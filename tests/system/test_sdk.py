@@ -22,7 +22,7 @@ SELECT = """
 {before}
 from raypod import errors
 from raypod.system import sdk
-from raypod.system.emulated import telemetry
+from raypod.system.sdk import telemetry
 try:
     found = sdk.select({device!r})
 except errors.SdkError as error:

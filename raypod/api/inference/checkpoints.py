@@ -12,8 +12,8 @@ from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.plan.config import Config
 from raypod.plan.layout import CHECKPOINTS, CONFIG
 from raypod.runs import run_state
-from raypod.runs.run_end import RunEndWatch
-from raypod.runs.upload import local_copies
+from raypod.runs.run_state import RunEndWatch
+from raypod.runs.upload import remote_run
 from raypod.system.command_line import counted, show
 from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.format import EMA, WEIGHTS, Checkpoint, best_of, of_course
@@ -43,7 +43,7 @@ class Run:
     @property
     def outputs(self) -> Path:
         """The folder of what commands write by default: the run folder, or the current one for a remote run."""
-        return Path() if local_copies.is_copy(self.folder) else self.folder
+        return Path() if remote_run.is_copy(self.folder) else self.folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def open_run(where: PathLike, trusted: Collection[str] = ()) -> Run:
         ConfigError: it is neither, its config cannot be read, or names code that is not among `trusted`
             (`stored_code.check`).
     """
-    path = local_copies.local_folder(os.fspath(where), "RUN").resolve()
+    path = remote_run.local_folder(os.fspath(where), "RUN").resolve()
     if not path.is_dir():
         raise ConfigError(f"{where}: there is no such run folder or checkpoint")
     checkpoint = path if storage.is_checkpoint(path) else None
@@ -90,7 +90,7 @@ def check_has_ended(run: Run, hint: str) -> None:
     state = run_state.read(run.folder)
     watch = RunEndWatch(run.folder)
     watch.observe(lambda text: show(text, sys.stderr))
-    has_died = watch.has_died and not local_copies.is_copy(run.folder)  # a copy has no lease
+    has_died = watch.has_died and not remote_run.is_copy(run.folder)  # a copy has no lease
     if state is not None and state.may_be_running and not has_died:
         where = "" if state.is_local else f" on host {state.host}"
         raise ConfigError(f"{run.folder} is still training{where} (update {state.update}); {hint}")
@@ -131,7 +131,7 @@ def load_checkpoint(path: Path, ema: Optional[bool] = None) -> Weights:
     """
     from raypod.training.checkpoint import tensors  # planning and help work without torch
 
-    local_copies.complete(path)
+    remote_run.complete(path)
     try:
         checkpoint = storage.read_manifest(path)
         storage.verify(checkpoint)
@@ -221,4 +221,4 @@ def described(weights: Weights) -> Dict[str, Union[str, int, None]]:
     from raypod.training.checkpoint import tensors  # as above
 
     sha256 = tensors.weights_sha256(weights.tensors)
-    return {"checkpoint": local_copies.shown(weights.path), "update": weights.update, "weights_sha256": sha256}
+    return {"checkpoint": remote_run.shown(weights.path), "update": weights.update, "weights_sha256": sha256}

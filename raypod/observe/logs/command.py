@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import FrozenSet, List, Optional, Sequence
 
 from raypod.errors import ConfigError
-from raypod.observe.logs.hosts import read_plan
+from raypod.observe.logs.remote import read_plan
 from raypod.observe.logs.sources import Selection, logs_in, parse_since
 from raypod.observe.logs.stream import Logs
 from raypod.plan import layout

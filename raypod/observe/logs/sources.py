@@ -13,7 +13,7 @@ from typing import Dict, FrozenSet, Iterator, List, Optional, Tuple
 
 from raypod.errors import ConfigError
 from raypod.runs.growing_file import GrowingFile
-from raypod.system.log_times import Mark, offset_at, read_marks, time_of
+from raypod.system.log_files import Mark, offset_at, read_marks, time_of
 
 COORDINATOR, EVENTS = "coordinator", "events"  # labels
 _INSTANCE_LOG = re.compile(r"instance-(\d+)\.log")

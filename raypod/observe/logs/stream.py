@@ -15,14 +15,23 @@ from pathlib import Path
 from typing import Any, BinaryIO, Dict, Iterable, Iterator, List, Optional, Tuple
 
 from raypod.errors import ConfigError, RunError
-from raypod.observe.logs.hosts import cluster_in, elsewhere, has_proxy, launch_hosts, processes_in, read_plan
-from raypod.observe.logs.remote import HostLogs, Mirror, wait_synced
+from raypod.observe.logs.remote import (
+    HostLogs,
+    Mirror,
+    cluster_in,
+    elsewhere,
+    has_proxy,
+    launch_hosts,
+    processes_in,
+    read_plan,
+    wait_synced,
+)
 from raypod.observe.logs.sources import EVENTS, LogSource, Selection, TimedLine, label_of, logs_in
 from raypod.plan import layout
 from raypod.plan.cluster import Host
 from raypod.runs import event_text
 from raypod.runs.growing_file import GrowingFile
-from raypod.runs.run_end import RunEnd, RunEndWatch
+from raypod.runs.run_state import RunEnd, RunEndWatch
 from raypod.runtime import ssh
 from raypod.system.command_line import printable, show
 

@@ -13,11 +13,10 @@ from rich.console import Console
 
 from raypod.errors import ConfigError
 from raypod.observe.monitor import live
-from raypod.observe.monitor.model import to_json
+from raypod.observe.monitor.live import is_live
+from raypod.observe.monitor.model import POD, RUN, Screen, to_json
 from raypod.observe.monitor.pod_source import PodSource
-from raypod.observe.monitor.render import plain
-from raypod.observe.monitor.screen import POD, RUN, Screen
-from raypod.observe.monitor.terminal import is_live
+from raypod.observe.monitor.views import plain
 from raypod.plan.cluster import read_cluster
 from raypod.plan.layout import is_run_folder
 from raypod.system.command_line import FlagParser, show

@@ -1,14 +1,19 @@
-"""The last lines of log files that grow."""
+"""The last lines of log files that grow, on this host and, by `tail -F` over ssh, on others."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import shlex
+import subprocess
+import threading
 from pathlib import Path
 from typing import Deque, Dict, List, Optional
 
-from raypod.observe.monitor.words import clean, clean_line
+from raypod.observe.monitor.style import clean, clean_line
+from raypod.plan.cluster import Cluster, Host
 from raypod.runs.growing_file import GrowingFile
+from raypod.runtime import ssh
 
 _TAIL_BYTES = 65536  # are read of a file at first
 _KEPT = 1000  # lines
@@ -62,3 +67,44 @@ def _is_newer(path: str, since_s: float) -> bool:
         return Path(path).stat().st_mtime >= since_s
     except OSError:
         return False
+
+
+_FIRST_LINES = 200
+_MAX_LINE = 1 << 16
+_END_S = 3.0
+
+
+class RemoteLog:
+    """The newest lines of the file; the reason as the last one when the connection has ended."""
+
+    def __init__(self, cluster: Cluster, host: Host, path: str) -> None:
+        self._lines: Deque[str] = collections.deque(maxlen=_KEPT)
+        tail = shlex.join(["tail", "-n", str(_FIRST_LINES), "-F", "--", path])
+        command = [*ssh.ssh_command(host, cluster.ssh), f"exec {tail} 2>&1"]
+        self._process: Optional[subprocess.Popen[bytes]] = None
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        except OSError as error:
+            self._lines.append(f"ssh: {error.strerror}")
+            return
+        self._thread = threading.Thread(target=self._read, args=(self._process,), name="remote log", daemon=True)
+        self._thread.start()
+
+    def lines(self) -> List[str]:
+        """Return the newest lines."""
+        return list(self._lines)
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._process is not None:
+            self._process.terminate()
+            self._thread.join(_END_S)
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        with process:
+            assert process.stdout is not None
+            for line in iter(lambda: process.stdout.readline(_MAX_LINE), b""):  # type: ignore[union-attr]
+                self._lines.append(clean_line(line.decode(errors="replace")))
+        self._lines.append(f"(the connection has ended with exit code {process.returncode})")

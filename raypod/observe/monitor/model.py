@@ -1,4 +1,4 @@
-"""What the monitor shows, as immutable plain data: the hosts of a pod with their IPUs, and the runs on them.
+"""What the monitor shows, as immutable plain data: hosts, IPUs, runs, network rates; and what the user looks at.
 
 `to_json` and `from_json` define the output of `raypod monitor --json`; docs/reference/observability.md has its keys.
 """
@@ -211,3 +211,100 @@ def _built(kind: Type[T], content: Mapping[str, Any]) -> T:
     """Return a dataclass from the keys that it knows."""
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in content.items() if name in names})
+
+
+_STILL_S = 5.0  # counters that do not change for so long have the rate 0
+
+_Counters = Tuple[Optional[int], Optional[int]]
+_Rates = Tuple[Optional[float], Optional[float]]
+
+
+class RateMeter:
+    """Adds the rates to the usage of hosts. A measurement that is shown again within 5 s keeps its rates."""
+
+    def __init__(self) -> None:
+        self._last: Dict[str, Tuple[float, _Counters, _Rates]] = {}
+
+    def add(self, host: str, usage: Usage, now_s: float) -> Usage:
+        """Return the usage at the monotonic time `now_s` with the rates since the previous different counters."""
+        counters = (usage.network_received_bytes, usage.network_sent_bytes)
+        before = self._last.get(host)
+        if before is None:
+            self._last[host] = (now_s, counters, (None, None))
+        elif counters != before[1] and now_s > before[0]:
+            seconds = now_s - before[0]
+            rates = (_rate(counters[0], before[1][0], seconds), _rate(counters[1], before[1][1], seconds))
+            self._last[host] = (now_s, counters, rates)
+        changed_s, _, (received, sent) = self._last[host]
+        if now_s - changed_s >= _STILL_S:
+            received, sent = (None if each is None else 0.0 for each in counters)
+        return dataclasses.replace(usage, received_bytes_per_s=received, sent_bytes_per_s=sent)
+
+
+def _rate(now: Optional[int], before: Optional[int], seconds: float) -> Optional[float]:
+    """Return the rate of a counter; None if it is unknown or began anew."""
+    return None if now is None or before is None or now < before else (now - before) / seconds
+
+
+POD, RUN, LOG, EVENTS = "pod", "run", "log", "events"
+_VIEWS = {"p": POD, "r": RUN, "l": LOG, "e": EVENTS}
+_NEXT = {POD: RUN, RUN: LOG, LOG: EVENTS, EVENTS: POD}
+_PAGE = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Screen:
+    """The state of the display. `run_dir` None: the first run."""
+
+    view: str = POD
+    run_dir: Optional[str] = None
+    instance: int = 0  # position in the list of instances
+    scroll: int = 0  # lines back from the end in logs and events, and down from the top in the pod
+    shows_help: bool = False
+
+    def run(self, pod: Pod) -> Optional[Run]:
+        """Return the selected run; the first one if it is gone."""
+        found = next((run for run in pod.runs if run.run_dir == self.run_dir), None)
+        return found or (pod.runs[0] if pod.runs else None)
+
+    def pressed(self, key: str, pod: Pod) -> Screen:
+        """Return the screen after a key: a character, or up, down, left, right, tab, page up, page down, escape."""
+        if self.shows_help:
+            return dataclasses.replace(self, shows_help=False)
+        if key in ("h", "?"):
+            return dataclasses.replace(self, shows_help=True)
+        if key in _VIEWS:
+            return dataclasses.replace(self, view=_VIEWS[key], scroll=0)
+        if key == "tab":
+            return dataclasses.replace(self, view=_NEXT[self.view], scroll=0)
+        if key == "escape":
+            return dataclasses.replace(self, view=POD, scroll=0)
+        if key == "enter":
+            return dataclasses.replace(self, view={POD: RUN, RUN: LOG}.get(self.view, self.view), scroll=0)
+        if key in ("left", "right", "n", "N"):
+            return self._other_run(pod, -1 if key in ("left", "N") else 1)
+        if key.isdigit():
+            return self._with_instance(pod, int(key))
+        return self._moved(key, pod)
+
+    def _moved(self, key: str, pod: Pod) -> Screen:
+        steps: Dict[str, int] = {"up": -1, "k": -1, "down": 1, "j": 1, "page up": -_PAGE, "page down": _PAGE}
+        step = steps.get(key)
+        if step is None:
+            return self
+        if self.view == RUN:
+            return self._with_instance(pod, self.instance + step)
+        down = step if self.view == POD else -step
+        return dataclasses.replace(self, scroll=max(0, self.scroll + down))
+
+    def _with_instance(self, pod: Pod, instance: int) -> Screen:
+        run = self.run(pod)
+        last = max(0, len(run.instances) - 1) if run is not None else 0
+        return dataclasses.replace(self, instance=min(max(0, instance), last), scroll=0)
+
+    def _other_run(self, pod: Pod, step: int) -> Screen:
+        run = self.run(pod)
+        if run is None:
+            return self
+        index = (pod.runs.index(run) + step) % len(pod.runs)
+        return dataclasses.replace(self, run_dir=pod.runs[index].run_dir, instance=0, scroll=0)

@@ -1,20 +1,27 @@
-"""This host: its load, its IPUs, and all runs whose coordinator is here; and a run folder that is not among them."""
+"""This host: its load, its IPUs and their processes (`gc-monitor`), and the runs whose coordinator is here.
+
+inferred: the public documentation shows the tool's table, not its JSON. Every object with the number of an IPU counts,
+at any depth, under the names of the table's columns.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import shutil
 import socket
+import subprocess
+import threading
 import time
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from raypod.observe.monitor.gc_monitor import GcMonitor
-from raypod.observe.monitor.live_run import LiveRun, with_log_lines
 from raypod.observe.monitor.log_lines import LastLines
-from raypod.observe.monitor.model import HostFacts, Run, Usage
-from raypod.observe.monitor.run_files import RunFiles
-from raypod.observe.status import registry
+from raypod.observe.monitor.model import Device, HostFacts, Run, Usage
+from raypod.observe.monitor.run_source import LiveRun, RunFiles, with_log_lines
+from raypod.observe.monitor.style import clean
+from raypod.observe.status import endpoint
 from raypod.system.usage import HostMeter
 
 _FIRST_ANSWER_S = 2.5  # to wait for, with `wait`
@@ -80,7 +87,7 @@ class ThisHost:
 
     def _follow(self) -> None:
         """Start to follow new processes, and stop with those that are gone; their runs remain, as their files say."""
-        entries = {(entry.pid, entry.port): entry for entry in registry.entries()}
+        entries = {(entry.pid, entry.port): entry for entry in endpoint.entries()}
         for key in self._live.keys() - entries.keys():
             ended = self._live.pop(key)
             ended.stop()
@@ -91,3 +98,92 @@ class ThisHost:
             self._shown.setdefault(ended.entry.run_dir, RunFiles(Path(ended.entry.run_dir)))
         for key in entries.keys() - self._live.keys():
             self._live[key] = LiveRun(entries[key], self._interval_s)
+
+
+COMMAND = ("gc-monitor", "--json")
+_TIMEOUT_S, _INTERVAL_S = 10.0, 5.0
+_MAX_IPU = 65536
+# inferred: the spelling of the keys, in lower case with "_" for spaces.
+_IDS, _PIDS = ("id", "ipu_id", "device_id", "ipu"), ("pid", "process_id")
+_OWNERS, _PROGRAMS = ("user", "owner", "username"), ("command", "process", "program", "executable")
+
+
+class GcMonitor:
+    """Runs `gc-monitor` in the background, and keeps its last answer."""
+
+    def __init__(self) -> None:
+        self.devices: Optional[Tuple[Device, ...]] = None  # None: not installed, or without an answer
+        self._stopped = threading.Event()
+        self._thread: Optional[threading.Thread] = None
+
+    def start(self) -> None:
+        """Begin to ask every five seconds, if the tool is installed."""
+        if shutil.which(COMMAND[0]) is not None:
+            self._thread = threading.Thread(target=self._run, name="gc-monitor", daemon=True)
+            self._thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the first answer is there, at most `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while self._thread is not None and self.devices is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """End the thread, which may still wait for the tool."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(_TIMEOUT_S + 1)
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self.devices = ask()
+            self._stopped.wait(_INTERVAL_S)
+
+
+def ask() -> Optional[Tuple[Device, ...]]:
+    """Run the tool once; None if it fails, prints something else or does not end within ten seconds."""
+    try:
+        done = subprocess.run(
+            COMMAND, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=True
+        ).stdout
+        content = json.loads(done.decode(errors="replace"))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return parse(content)
+
+
+def parse(content: Any) -> Tuple[Device, ...]:
+    """Return the IPUs in the JSON, in order. Facts about one IPU in several places are joined."""
+    found: Dict[int, Device] = {}
+    for each in _objects(content):
+        ipu = _number(_first(each, _IDS))
+        if ipu is not None and ipu < _MAX_IPU:
+            pid, known = _number(_first(each, _PIDS)), found.get(ipu, Device(ipu))
+            found[ipu] = dataclasses.replace(
+                known,
+                pid=known.pid if pid is None else pid,
+                owner=known.owner or _text(_first(each, _OWNERS)),
+                program=known.program or _text(_first(each, _PROGRAMS)),
+            )
+    return tuple(found[ipu] for ipu in sorted(found))
+
+
+def _objects(content: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(content, dict):
+        yield {str(key).lower().replace(" ", "_"): value for key, value in content.items()}
+    if isinstance(content, (dict, list)):
+        for value in content.values() if isinstance(content, dict) else content:
+            yield from _objects(value)
+
+
+def _first(content: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    return next((content[key] for key in keys if content.get(key) not in (None, "", [], {})), None)
+
+
+def _number(value: Any) -> Optional[int]:
+    text = str(value).strip() if isinstance(value, (int, str)) and not isinstance(value, bool) else ""
+    return int(text) if text.isdigit() else None
+
+
+def _text(value: Any) -> str:
+    return clean(value) if isinstance(value, str) else ""

@@ -12,7 +12,7 @@ from raypod.errors import ConfigError
 from raypod.observe.report.page import render_bounded
 from raypod.observe.report.run_data import RunReader
 from raypod.plan.layout import REPORT
-from raypod.runs.upload import local_copies
+from raypod.runs.upload import remote_run
 from raypod.system.command_line import FlagParser, show
 from raypod.system.files import replace_file
 
@@ -31,7 +31,7 @@ def parser() -> FlagParser:
 def run(args: Namespace) -> int:
     """Write the report of one or more runs, and print its path."""
     readers = read_runs(args.runs, observe=True)
-    is_copy = local_copies.is_copy(readers[0].folder)
+    is_copy = remote_run.is_copy(readers[0].folder)
     target = readers[0].folder / REPORT if len(readers) == 1 and not is_copy else Path(REPORT)
     if args.output == "":
         raise ConfigError("--output is empty; name a file")
@@ -68,7 +68,7 @@ def read_runs(folders: Sequence[str], setting: str = "report", observe: bool = F
     """
     readers: Dict[Path, RunReader] = {}
     for name in folders:
-        reader = RunReader(local_copies.local_folder(name, setting))
+        reader = RunReader(remote_run.local_folder(name, setting))
         readers.setdefault(reader.folder, reader)
     for reader in readers.values():
         if observe:

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from raypod.errors import ConfigError
 from raypod.observe.report.command import read_runs
-from raypod.observe.report.results import differing_settings
+from raypod.observe.report.run_data import differing_settings
 from raypod.system.command_line import FlagParser, format_table, show, width_of
 
 _NOTHING = "-"

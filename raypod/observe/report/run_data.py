@@ -29,44 +29,48 @@ null). Its size is bounded, whatever the length of the run. Keys:
     starts       [{generation, cause, total_s, steps: [[name, seconds], ...], instances: [[index, steps], ...]}]
     instances    [{instance, host, pid, replicas: [first, number], lost: number of times}], as of the newest generation
     versions     {package: {version: [instances]}}
-    plan         null, or what `plan_data.plan_data` returns
+    plan         null, or what `plan_data` returns
     config       {"section.key": value}, without the settings that have no effect
     test         null, or the content of `test.json`: what the newest evaluation says of the predictions
     summary      null, or the content of `summary.json` of the newest start, without its evaluations
+
+The plan of a run as the report draws it: hosts, instances, replicas, IPUs and pipeline stages.
+
+The best and the last value of each metric of a run, and the settings that differ between runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import yaml
 
 from raypod.errors import ConfigError
 from raypod.events import EvaluationDone, UpdateDone
-from raypod.observe.report.call_windows import CallWindows
 from raypod.observe.report.curves import MAX_ROWS, Curves, evaluation_data
-from raypod.observe.report.plan_data import plan_data
-from raypod.observe.report.results import results_of
-from raypod.observe.report.starts import Starts
-from raypod.observe.report.timeline import Timeline
+from raypod.observe.report.timeline import CallWindows, Starts, Timeline
 from raypod.plan import layout
-from raypod.plan.effect import with_effect
+from raypod.plan.compatibility import with_effect
 from raypod.plan.layout import CONFIG, EVALUATIONS, METRICS, PLAN, SUMMARY, TEST
-from raypod.plan.run_section import MAX_REPORT_SAMPLES
+from raypod.plan.metric import LOSS, Metric
+from raypod.plan.sections import MAX_REPORT_SAMPLES
 from raypod.plan.unique_keys import UniqueKeyLoader
+from raypod.plan.values import ipus_of
 from raypod.runs import run_state
 from raypod.runs.growing_file import GrowingFile
-from raypod.runs.lease_file import Log
-from raypod.runs.lines import events_in
-from raypod.runs.run_end import RunEndWatch
-from raypod.runs.upload import local_copies
+from raypod.runs.lease import Log
+from raypod.runs.metrics import events_in
+from raypod.runs.run_state import RunEndWatch
+from raypod.runs.upload import remote_run
 from raypod.system.command_line import counted
 from raypod.system.files import parse_json
+from raypod.training.models.schedule import StageCost, compare_strategies
 
 _DIED = "died"  # no end on record, and the coordinator is gone
 _PART_BYTES = 4 << 20  # of the metrics that are parsed at a time: as objects they take ten times as much memory
@@ -92,7 +96,7 @@ class RunReader:
         self._restart_events()
         self._contents: Dict[str, Tuple[Tuple[int, int], Any]] = {}  # by name of the file, with its identity
         self._state: Dict[str, Any] = {}
-        self._end = None if local_copies.is_copy(folder) else RunEndWatch(folder)  # a copy has no lease
+        self._end = None if remote_run.is_copy(folder) else RunEndWatch(folder)  # a copy has no lease
 
     def refresh(self) -> bool:
         """Read what is new; return whether there is anything. ConfigError if a file cannot be read."""
@@ -257,3 +261,114 @@ def _flat(content: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:
             is_plain = value is None or isinstance(value, (bool, int, float))
             found[f"{prefix}{key}"] = value if is_plain else str(value)[:_MAX_TEXT]
     return found
+
+
+_MAX_CYCLES = 64  # of the schedule that is drawn
+
+
+def plan_data(plan: Mapping[str, Any], config: Mapping[str, Any]) -> Optional[Dict[str, Any]]:
+    """Return what is drawn of the content of `plan.json`; None if it is no plan.
+
+    Args:
+        plan: the content of `plan.json`.
+        config: the settings by their full names, as in `training.execution`.
+    """
+    geometry, cluster = plan.get("geometry"), plan.get("cluster")
+    if not isinstance(geometry, dict) or not isinstance(cluster, dict) or not isinstance(plan.get("instances"), list):
+        return None
+    return {
+        "cluster": cluster.get("name"),
+        "hosts": [host.get("name") for host in cluster.get("hosts") or ()],
+        "geometry": geometry,
+        "dataset": plan.get("dataset"),
+        "updates_per_epoch": plan.get("updates_per_epoch"),
+        "total_updates": plan.get("total_updates"),
+        "legs": len(plan.get("legs") or ()),
+        "instances": [
+            {name: each.get(name) for name in ("index", "host", "replica_offset", "local_replicas", "link_domain")}
+            for each in plan["instances"]
+        ],
+        "pipeline": _pipeline(plan, geometry, config),
+    }
+
+
+def _pipeline(
+    plan: Mapping[str, Any], geometry: Mapping[str, Any], config: Mapping[str, Any]
+) -> Optional[Dict[str, Any]]:
+    """Return the stages of a replica and the schedule of one update; None for a replica on one IPU."""
+    num_ipus, accumulation = geometry.get("ipus_per_replica"), geometry.get("gradient_accumulation")
+    if not isinstance(num_ipus, int) or not isinstance(accumulation, int) or num_ipus < 2:
+        return None
+    splits: List[str] = [str(each) for each in plan.get("pipeline_splits") or ()]
+    try:
+        ipus = ipus_of(splits) if splits else tuple(range(num_ipus))
+    except ValueError:  # of a later version
+        return None
+    names = (
+        ["the input", *(each.partition("=")[0] for each in splits)]
+        if splits
+        else ["the blocks of the model"] * num_ipus
+    )
+    execution = str(config.get("training.execution") or "pipelined")
+    schedules = compare_strategies([StageCost(1.0, 2.0, 1.0, ipu) for ipu in ipus], accumulation)
+    schedule = schedules.get(execution)
+    found: Dict[str, Any] = {"execution": execution, "stages": names, "ipus": list(ipus), "accumulation": accumulation}
+    found["cycles"] = None
+    if schedule is not None:
+        found["cycles"] = schedule.cycles
+        found["sections"] = list(schedule.sections[:_MAX_CYCLES])
+        found["cells"] = [
+            [cell.cycle, cell.stage, cell.what, cell.micro_batch]
+            for cell in schedule.cells
+            if cell.cycle < _MAX_CYCLES and cell.what != "idle"
+        ]
+    return found
+
+
+# Of runs whose plan.json does not say it yet: the metrics of the built-in tasks.
+_BETTER = {"loss": "lower", "perplexity": "lower", "accuracy": "higher"}
+_EVERY_RUN_HAS_ITS_OWN = ("run.run_dir",)
+
+
+def results_of(
+    training: Mapping[str, Any], evaluations: Mapping[str, Any], names: Sequence[str], better: Mapping[str, Any]
+) -> List[Dict[str, Any]]:
+    """Return {name, split, last, best, update of the best} of each metric, the loss first.
+
+    Args:
+        training: the curves of a run; a minimum or maximum of a long run is one of its rows.
+        evaluations: the same of the test split.
+        names: the metrics of the training.
+        better: "lower" or "higher" by the name of a metric. Without it, `best` and its update are None.
+    """
+    found = []
+    for split, table, of_split in (("training", training, names), ("test", evaluations, evaluations["columns"][3:])):
+        for name in of_split:
+            column = table["columns"].index(name)
+            points = [(row[0], row[column]) for row in table["rows"] if not math.isnan(row[column])]
+            update, best = _best(points, better.get(name) or _BETTER.get(name))
+            last = points[-1][1] if points else None
+            found.append({"name": name, "split": split, "last": last, "best": best, "update": update})
+    return found
+
+
+def _best(points: Sequence[Tuple[int, float]], better: Any) -> Tuple[Optional[int], Optional[float]]:
+    """Return the update and the value of the best point, the first of equal ones."""
+    if not points or better not in ("lower", "higher"):
+        return None, None
+    metric = Metric(LOSS.name, better)
+    best = points[0]
+    for point in points[1:]:
+        if metric.is_better(point[1], best[1]):
+            best = point
+    return best
+
+
+def differing_settings(configs: Sequence[Mapping[str, Any]]) -> List[str]:
+    """Return the names of the settings that are not equal in all runs."""
+    names = list(dict.fromkeys(name for config in configs for name in config))
+    return [
+        name
+        for name in names
+        if name not in _EVERY_RUN_HAS_ITS_OWN and any(each.get(name) != configs[0].get(name) for each in configs)
+    ]

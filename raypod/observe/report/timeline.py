@@ -1,4 +1,4 @@
-"""The timeline of a run: its generations, phases, saves, evaluations, faults and repairs, from `events.jsonl`.
+"""The timeline of a run: generations, phases, saves, faults, starts, and durations of calls, from `events.jsonl`.
 
 Times are seconds since the first start of the run. The time between two processes of a run (it was interrupted, and
 resumed later) is left out and listed among the gaps.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, Dict, List, Optional
 
+from raypod.runs.call_times import STRAGGLER_RATIO, busy_ratios
 from raypod.runs.event_text import MAIN, detail_of
 
 _MAX_SPANS = 1500
@@ -149,3 +150,196 @@ def _merged(spans: List[List[Any]], total_s: float) -> List[List[Any]]:
 
 def _rounded(rows: List[List[Any]]) -> List[List[Any]]:
     return [[round(cell, 3) if isinstance(cell, float) else cell for cell in row] for row in rows]
+
+
+_MAX_CELLS = 9000  # windows times instances
+_LEAST_WINDOWS = 16
+_MEANS = ("p50_s", "p95_s", "mean_s", "busy_s", "data_wait_share", "peer_wait_share")  # weighted with the calls
+_SHOWN = ("p50_s", "p95_s", "slowest_s", "busy_s")  # of each window
+
+
+class CallWindows:
+    """Windows of the run, each with statistics of every instance. Neighbouring windows are merged if they are many."""
+
+    def __init__(self) -> None:
+        self._windows: List[Dict[str, Any]] = []
+
+    def handle(self, record: Dict[str, Any], at_s: float) -> None:
+        """Add a record `call_times` that was written `at_s` seconds after the start of the run."""
+        found = [each for each in record.get("instances") or () if isinstance(each, dict) and "instance" in each]
+        calls, first_update = record.get("calls"), record.get("first_update")
+        if not found or not isinstance(calls, int) or calls < 1:
+            return
+        by_instance = {int(each["instance"]): each for each in found}
+        self._windows.append({"end_s": at_s, "first_update": first_update, "calls": calls, "instances": by_instance})
+        limit = max(_LEAST_WINDOWS, _MAX_CELLS // len(by_instance))
+        if len(self._windows) > 2 * limit:
+            self._windows = _halved(self._windows)
+
+    def data(self) -> Optional[Dict[str, Any]]:
+        """Return the windows and the totals as plain data; see `run_data`. None without calls."""
+        if not self._windows:
+            return None
+        windows = self._windows
+        instances = sorted({index for window in windows for index in window["instances"]})
+        while len(windows) * len(instances) > _MAX_CELLS and len(windows) > _LEAST_WINDOWS:
+            windows = _halved(windows)
+        values = {
+            name: [[_short(window["instances"].get(index, {}).get(name)) for window in windows] for index in instances]
+            for name in _SHOWN
+        }
+        return {
+            "straggler_ratio": STRAGGLER_RATIO,
+            "instances": instances,
+            "end_s": [round(window["end_s"], 3) for window in windows],
+            "first_update": [window["first_update"] for window in windows],
+            "calls": [window["calls"] for window in windows],
+            **values,
+            "totals": self._totals(instances),
+        }
+
+    def _totals(self, instances: List[int]) -> List[Dict[str, Any]]:
+        """Return the statistics of each instance over the whole run, with `busy_ratio` and the calls."""
+        whole = self._windows[0]
+        for window in self._windows[1:]:
+            whole = _joined(whole, window)
+        found = [whole["instances"][index] for index in instances]
+        ratios = busy_ratios({index: each.get("busy_s") for index, each in zip(instances, found)})
+        return [
+            {
+                "instance": index,
+                **{name: _short(each.get(name)) for name in (*_MEANS, "slowest_s")},
+                "busy_ratio": _short(ratios.get(index)),
+                "calls": each.get("calls", whole["calls"]),
+            }
+            for index, each in zip(instances, found)
+        ]
+
+
+def _halved(windows: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Return the windows with each pair joined."""
+    return [_joined(*windows[index : index + 2]) for index in range(0, len(windows), 2)]
+
+
+def _joined(first: Dict[str, Any], second: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+    if second is None:
+        return first
+    instances: Dict[int, Dict[str, Any]] = {}
+    for index in {*first["instances"], *second["instances"]}:
+        parts = [
+            (window["instances"][index], window["instances"][index].get("calls", window["calls"]))
+            for window in (first, second)
+            if index in window["instances"]
+        ]
+        instances[index] = {name: _weighted([(each.get(name), calls) for each, calls in parts]) for name in _MEANS}
+        slowest = [each["slowest_s"] for each, _ in parts if isinstance(each.get("slowest_s"), (int, float))]
+        instances[index]["slowest_s"] = max(slowest) if slowest else None
+        instances[index]["calls"] = sum(calls for _, calls in parts)
+    return {
+        "end_s": second["end_s"],
+        "first_update": first["first_update"],
+        "calls": first["calls"] + second["calls"],
+        "instances": instances,
+    }
+
+
+def _weighted(pairs: List[Any]) -> Optional[float]:
+    known = [(value, weight) for value, weight in pairs if isinstance(value, (int, float))]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else None
+
+
+def _short(value: Any) -> Optional[float]:
+    return float(f"{value:.4g}") if isinstance(value, (int, float)) else None
+
+
+STEP_OF_INSTANCES, PART_OF_IT = "start the instances", "in the instances: "
+_MAX_STARTS = 40  # the first one and the newest ones
+
+
+class Starts:
+    """Folds the records of `events.jsonl` about starts and repairs."""
+
+    def __init__(self) -> None:
+        self.starts: List[Dict[str, Any]] = []
+        self.facts: Dict[str, Any] = {"device": None, "device_line": None, "parameters": None, "raypod": None}
+        self.has_summary = True  # that of the newest start: it has ended
+        self._began_unix_s: Optional[float] = None
+        self._instances: List[Dict[str, Any]] = []
+        self._lost: Dict[int, int] = {}  # number of times, by instance
+
+    def handle(self, record: Dict[str, Any]) -> None:
+        """Add a record of the log."""
+        name = record.get("event")
+        if name == "process_started":
+            self.has_summary = False
+            self._began_unix_s = record.get("unix_s")
+            self.facts["raypod"] = record.get("raypod", self.facts["raypod"])
+        elif name == "run_started":
+            self.facts.update({key: record.get(key) for key in ("device", "device_line", "parameters")})
+            began_s = self._began_unix_s
+            total_s = record["unix_s"] - began_s if began_s is not None and "unix_s" in record else None
+            self._add(record, "resumed" if record.get("first_update") else "started", total_s, None)
+        elif name == "run_ended":
+            self.has_summary = True
+        elif name == "repaired":
+            self._add(record, "repaired", record.get("seconds"), record.get("lost"))
+        elif name == "instance_lost" and isinstance(record.get("instance"), int):
+            index = record["instance"]
+            self._lost[index] = self._lost.get(index, 0) + 1
+
+    def instances(self, planned: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
+        """Return the instances of the newest generation, or the planned ones of a run that has not started."""
+        actual = {each.get("instance"): each for each in self._instances}
+        specs = {each.get("index"): each for each in planned}
+        found = []
+        for index in sorted({index for index in {*actual, *specs} if isinstance(index, int)}):
+            started, spec = actual.get(index, {}), specs.get(index, {})
+            replicas = [spec.get("replica_offset"), spec.get("local_replicas")]
+            host = started.get("host") or spec.get("host")
+            lost = self._lost.get(index, 0)
+            found.append(
+                {"instance": index, "host": host, "pid": started.get("pid"), "replicas": replicas, "lost": lost}
+            )
+        return found
+
+    def versions(self) -> Dict[str, Dict[str, List[int]]]:
+        """Return the instances that run each version of each package."""
+        found: Dict[str, Dict[str, List[int]]] = {}
+        for each in self._instances:
+            versions = each.get("versions")
+            for package, version in versions.items() if isinstance(versions, dict) else ():
+                found.setdefault(str(package), {}).setdefault(str(version), []).append(each.get("instance", -1))
+        return found
+
+    def _add(self, record: Dict[str, Any], cause: str, total_s: Any, only: Any) -> None:
+        instances = [each for each in record.get("instances") or () if isinstance(each, dict)]
+        self._instances = instances or self._instances
+        shown = [each for each in instances if not isinstance(only, list) or each.get("instance") in only]
+        self.starts.append(
+            {
+                "generation": record.get("generation"),
+                "cause": cause,
+                "total_s": round(total_s, 3) if isinstance(total_s, (int, float)) else None,
+                "steps": _with_parts_after_their_step(_steps(record.get("seconds"))),
+                "instances": [[each.get("instance"), _steps(each.get("seconds"))] for each in shown],
+            }
+        )
+        if len(self.starts) > _MAX_STARTS:
+            del self.starts[1]
+
+
+def _with_parts_after_their_step(steps: List[List[Any]]) -> List[List[Any]]:
+    """Return the steps with those inside the instances after the step that contains them, if there is one."""
+    parts = [step for step in steps if step[0].startswith(PART_OF_IT)]
+    found: List[List[Any]] = []
+    for step in steps:
+        if step not in parts:
+            found += [step, *parts] if step[0] == STEP_OF_INSTANCES else [step]
+    return found if len(found) == len(steps) else steps
+
+
+def _steps(seconds: Any) -> List[List[Any]]:
+    """Return (name, seconds) of the steps of a start."""
+    pairs = seconds.items() if isinstance(seconds, dict) else ()
+    return [[str(name), round(value, 3)] for name, value in pairs if isinstance(value, (int, float))]

@@ -28,9 +28,8 @@ from raypod.plan.placement import InstanceSpec
 from raypod.plan.plan import Plan
 from raypod.plan.tables import describe
 from raypod.runs.call_times import CallsByInstance
-from raypod.runs.event_log import event_name, fields_of
+from raypod.runs.event_log import RecentEvents, event_name, fields_of
 from raypod.runs.event_text import RECENT
-from raypod.runs.recent_events import RecentEvents
 from raypod.runs.run_view import RunView
 from raypod.runtime.worker.control import IDLE
 from raypod.runtime.workers.fleet import Beat

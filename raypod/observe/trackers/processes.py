@@ -1,20 +1,23 @@
-"""Start a process for each tracker of a run, and end it with the run, within a limited time."""
+"""Start a process for each tracker of a run, and end it with the run, within a limited time.
+
+What a tracker's process remembers in the run folder: `trackers/<name>.json`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Callable, Optional
 
 from raypod.errors import LeaseLost
 from raypod.events import Event, RunEnded, RunStarted
-from raypod.observe.trackers.tracker import FAILED, FINISHED, INTERRUPTED
-from raypod.observe.trackers.tracker_record import TrackerRecord, file_name
+from raypod.observe.trackers.tracker import FAILED, FINISHED, INTERRUPTED, Steps
 from raypod.plan.layout import LOGS, TRACKERS
 from raypod.plan.plan import Plan
 from raypod.runs import run_state
 from raypod.runs.callback import Callback
 from raypod.runs.run_state import end_of
-from raypod.system.companion import Companion
+from raypod.system.companion import Companion, read_state
 
 
 class TrackerProcesses(Callback):
@@ -69,3 +72,39 @@ class TrackerProcesses(Callback):
             if not each.is_complete():
                 reason = f": {each.state.error}" if each.state.error else ""
                 each.warn(f"has not recorded the whole run within {each.timeout_s:g} s (--tracker-timeout-s){reason}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackerRecord:
+    """The run of the tracker, and what it has recorded. It holds no address and no secret."""
+
+    run_id: Optional[str] = None
+    training: int = -1  # the newest update whose metrics are recorded
+    test: int = -1  # the newest update whose evaluation is recorded
+    error: str = ""  # why the tracker fails at the moment
+    is_complete: bool = False  # everything is recorded, and the run of the tracker has ended
+    media: int = -1  # the newest update whose pictures and texts are recorded
+
+    @property
+    def steps(self) -> Steps:
+        """The newest recorded steps."""
+        return Steps(self.training, self.test, self.media)
+
+    def at_start(self) -> TrackerRecord:
+        """See `companion.State`."""
+        return dataclasses.replace(self, error="", is_complete=False)
+
+
+def path_of(run_dir: Path, tracker: str) -> Path:
+    """Return the file of a tracker."""
+    return run_dir / TRACKERS / f"{file_name(tracker)}.json"
+
+
+def file_name(tracker: str) -> str:
+    """Return the name of a tracker as a part of a file name."""
+    return tracker.replace(":", ".")
+
+
+def read(path: Path) -> TrackerRecord:
+    """Return the content of the file; that of a new tracker without a readable one."""
+    return read_state(path, TrackerRecord())

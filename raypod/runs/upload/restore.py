@@ -13,9 +13,9 @@ from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.runs import run_state
 from raypod.runs.claim import Claim
-from raypod.runs.lease_file import Log
-from raypod.runs.upload import local_copies, mirror_record
-from raypod.runs.upload.local_copies import Snapshot
+from raypod.runs.lease import Log
+from raypod.runs.upload import mirror_record, remote_run
+from raypod.runs.upload.remote_run import Snapshot
 from raypod.system.companion import write_state
 from raypod.system.files import rename_folder
 from raypod.system.urls import is_url
@@ -39,7 +39,7 @@ def restore(plan: Plan, claim: Claim, log: Log) -> Plan:
     where = plan.config.run.resume
     if where is None or not is_url(where):
         return plan
-    folder, snapshot = Path(plan.run_dir), local_copies.of_resume(where)
+    folder, snapshot = Path(plan.run_dir), remote_run.of_resume(where)
     name, checkpoints = snapshot.run.url.checkpoint, storage.checkpoints_folder(folder)
     with _named(snapshot):
         newest = resume.find_checkpoint(_resuming(plan, snapshot.folder), _was_cut_off(snapshot), verify=False)
@@ -98,7 +98,7 @@ def check(plan: Plan) -> Plan:
     where = plan.config.run.resume
     if where is None or not is_url(where):
         return plan
-    snapshot = local_copies.of_resume(where)
+    snapshot = remote_run.of_resume(where)
     with _named(snapshot):
         resume.find_checkpoint(_resuming(plan, snapshot.folder), _was_cut_off(snapshot), verify=False)
     run = plan.config.run.model_copy(update={"resume": None})

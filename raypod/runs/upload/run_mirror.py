@@ -11,8 +11,7 @@ from typing import Any, Callable, Dict, List
 from raypod.plan.layout import STORAGE, SUMMARY
 from raypod.runs.upload import mirror_record
 from raypod.runs.upload.mirror_record import MirrorRecord
-from raypod.runs.upload.mirrored_checkpoints import MirroredCheckpoints
-from raypod.runs.upload.mirrored_files import MirroredFiles, latest_of
+from raypod.runs.upload.mirrored_files import MirroredCheckpoints, MirroredFiles, latest_of
 from raypod.runs.upload.remote_index import PlaceTaken, RemoteIndex
 from raypod.system import files
 from raypod.system.companion import Input, SavedState

@@ -1,29 +1,49 @@
-"""`--checkpoint-copies`: a thread keeps the newest checkpoint of a run also on other hosts.
+"""`--checkpoint-copies`: a thread chooses other hosts and sends them the newest checkpoint of a run.
 
 The run never waits for it, except at its end for a limited time. Nothing that fails here ends or slows the run: a host
 to which a transfer fails is replaced by the next one, with one warning.
+
+All files are opened before the first one is sent: a checkpoint that is removed meanwhile is sent to its end.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
 import socket
 import threading
 import time
 import traceback
+import uuid
 from collections import Counter, deque
 from pathlib import Path
-from typing import Any, Callable, Deque, Dict, List, Optional
+from typing import Any, BinaryIO, Callable, Collection, Deque, Dict, Iterator, List, NamedTuple, Optional, Set
 
 from raypod.errors import CheckpointDamaged, RaypodError, summarize_exception
 from raypod.events import CheckpointSaved, Event, RunEnded, RunStarted
+from raypod.plan import layout
 from raypod.plan.plan import Plan
+from raypod.runs import event_log, run_state
 from raypod.runs.callback import Callback
-from raypod.runtime.coordinator import copy_sender
-from raypod.runtime.coordinator.copy_sender import Source
-from raypod.runtime.coordinator.copy_targets import Abandoned, CopyTargets, SharedDisk
 from raypod.runtime.workers.fleet import Fleet
-from raypod.training.checkpoint import storage
-from raypod.training.checkpoint.copies import FOLDER, Age
+from raypod.system.command_line import INTERRUPTED
+from raypod.system.files import parse_json, replace_file, strict_json
+from raypod.training.checkpoint import storage, transfer
+from raypod.training.checkpoint.format import Checkpoint, Retention
+from raypod.training.checkpoint.transfer import (
+    FOLDER,
+    Age,
+    CheckpointSender,
+    CopyReceiver,
+    Opened,
+    Requests,
+    Server,
+    copy_hosts,
+)
 
 _ATTEMPTS = 2  # per host and checkpoint
 _POLL_S, _QUIET_S = 0.05, 2.0
@@ -126,7 +146,7 @@ class CheckpointCopies(Callback):
             alive = f"only {others} other host{' is' if others == 1 else 's are'} alive"
             self._warn(f"{_FLAG} {self._copies}: {alive}, so there are fewer copies until more hosts join")
         try:
-            self.run_id = copy_sender.run_id(self._run_dir)
+            self.run_id = run_id(self._run_dir)
         except OSError as error:
             self._warn(f"{_FLAG}: no copies are kept: {error.strerror or error}")
             return
@@ -191,7 +211,7 @@ class CheckpointCopies(Callback):
     def _copy(self, targets: CopyTargets, path: Path) -> None:
         """Copy a checkpoint to as many hosts as are wanted."""
         try:
-            with copy_sender.opened(self._run_dir, path, self._files) as source:
+            with opened(self._run_dir, path, self._files) as source:
                 self._newest, self._age, self._held = path, source.age, []
                 attempts: Counter[str] = Counter()
                 while True:
@@ -216,7 +236,7 @@ class CheckpointCopies(Callback):
         try:
             if targets.open(host) != source.age:
                 server, is_abandoned = targets.server(host), lambda: self._has_ended
-                copy_sender.send(server, source, self.run_id, self._timeout_s, is_abandoned)
+                send(server, source, self.run_id, self._timeout_s, is_abandoned)
             self._held = [*self._held, host]
         except SharedDisk as shared:
             self._messages.append(f"host {host} keeps no copies of checkpoints: {shared}")
@@ -229,3 +249,260 @@ class CheckpointCopies(Callback):
             if targets.note_failure(host) == 1:
                 cause = error.strerror or str(error)
                 self._messages.append(f"{name} is not copied to host {host}, the next host takes its place: {cause}")
+
+
+_CLOSE_S = 5.0  # for a host to record the end of the run
+
+
+class Abandoned(Exception):
+    """The run ends, and with it a transfer."""
+
+
+class SharedDisk(Exception):
+    """A host keeps its copies on the disk of another one."""
+
+
+class CopyTargets:
+    """The hosts to which one run copies its checkpoints. Used by one thread, except `close`."""
+
+    def __init__(self, fleet: Fleet, folder: str, run_id: str, copies: int, timeout_s: float) -> None:
+        """`folder` is that of the copies of all runs; `timeout_s` is the time for a process to start on a host."""
+        self._fleet, self._folder, self._run_id = fleet, folder, run_id
+        self._copies, self._timeout_s = copies, timeout_s
+        self._servers: Dict[str, Server] = {}
+        self._own_mark = uuid.uuid4().hex
+        self._marks: Dict[str, str] = {}  # by host
+        self._failures: Counter[str] = Counter()  # by host
+        self._shared: Set[str] = set()
+        self._has_ended = False
+        self._here = CopyReceiver(folder, run_id)
+        with contextlib.suppress(OSError):  # this host cannot keep copies: then it shares no folder with one that can
+            self._here.open(self._own_mark, ())
+
+    def choose(self, held: Collection[str], given_up: Collection[str]) -> Optional[str]:
+        """Return the next host to copy to, or None if enough hosts hold it or none is left.
+
+        Args:
+            held: the hosts that have the checkpoint.
+            given_up: further hosts that are not used for it.
+        """
+        unused = {*given_up, *self._shared}
+        usable = [host for host in self._fleet.peers() if host not in unused]
+        chosen: List[str] = copy_hosts(usable, self._copies, self._failures)
+        return next((host for host in chosen if host not in held), None)
+
+    def open(self, host: str) -> Optional[Age]:
+        """Start the process on a host, unless it runs; return the newest copy that it has, if it was started.
+
+        Raises:
+            SharedDisk: the host writes to a disk that has a copy already. It is not used any more.
+            OSError: the host does not respond, or cannot write.
+            Abandoned: `close` was called.
+        """
+        if host in self._servers:
+            return None
+        server = self._servers[host] = self._fleet.serve_on(host, CopyReceiver, self._folder, self._run_id)
+        if self._has_ended:
+            self.drop(host)
+            raise Abandoned
+        mark = uuid.uuid4().hex
+        requests = Requests(server, self._timeout_s)
+        requests.add("open", mark, [self._own_mark, *self._marks.values()])
+        opened: Opened = requests.finish()[0]
+        if opened.shares_with is not None:
+            other = {mark: name for name, mark in self._marks.items()}.get(opened.shares_with, "the coordinator's host")
+            self._shared.add(host)
+            self.drop(host)
+            raise SharedDisk(f"its folder {self._folder} is that of {other}")
+        self._marks[host] = mark
+        return opened.held
+
+    def server(self, host: str) -> Server:
+        """Return the process on a host that was opened. ConnectionError if it was dropped meanwhile."""
+        found = self._servers.get(host)
+        if found is None:
+            raise ConnectionError("the run ends")
+        return found
+
+    def note_failure(self, host: str) -> int:
+        """Count the failure of a host, and end its process; return how often it has failed."""
+        self.drop(host)
+        self._failures[host] += 1
+        return self._failures[host]
+
+    def drop(self, host: str) -> None:
+        """End the process on a host."""
+        self._marks.pop(host, None)
+        server = self._servers.pop(host, None)
+        if server is not None:
+            server.close()
+
+    def finish(self, complete: Optional[Age], held: Collection[str]) -> None:
+        """Remove the marks from all disks, and record on the hosts `held` that the run is complete.
+
+        A host that does not respond is passed over: its copy remains one of a run that can be continued.
+        """
+        for host, server in self._servers.items():
+            with contextlib.suppress(OSError):
+                requests = Requests(server, _CLOSE_S)
+                if complete is not None and host in held:
+                    requests.add("end", complete)
+                requests.add("close")
+                requests.finish()
+
+    def close(self) -> None:
+        """End all processes. Called in any thread: requests in progress raise OSError."""
+        self._has_ended = True
+        for host in list(self._servers):
+            self.drop(host)
+        self._here.close()
+
+
+_LINES = ".jsonl"
+
+
+class Part(NamedTuple):
+    """The first `size_bytes` bytes of an open file."""
+
+    file: BinaryIO
+    size_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What is sent: a checkpoint, and the run folder as it is at one moment."""
+
+    run_dir: Path
+    checkpoint: Checkpoint
+    tensors: Dict[str, Part]
+    files: Dict[str, Part]
+    state: bytes  # of state.json: a run that was interrupted after the checkpoint
+
+    @property
+    def age(self) -> Age:
+        """The generation and update, which order the checkpoints of a run."""
+        return self.checkpoint.manifest.generation, self.checkpoint.update
+
+
+def run_id(run_dir: Path) -> str:
+    """Return the name of a run on other hosts, which stays the same when it resumes; choose one for a new run.
+
+    Raises:
+        OSError: it cannot be written into the run folder.
+    """
+    path = run_dir / layout.COPIES
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(parse_json(path.read_text())["run_id"])
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", run_dir.resolve().name).lstrip(".")[:60]
+    chosen = f"{name or 'run'}-{uuid.uuid4().hex[:8]}"
+    replace_file(path, (json.dumps({"run_id": chosen}) + "\n").encode())
+    return chosen
+
+
+@contextlib.contextmanager
+def opened(run_dir: Path, path: Path, folder: Optional[Path] = None) -> Iterator[Source]:
+    """Open a checkpoint and the files of its run, which are in `folder` (default: the run folder).
+
+    Raises:
+        CheckpointDamaged: its manifest cannot be read.
+        OSError: a file is missing, as if the checkpoint was removed meanwhile.
+    """
+    with contextlib.ExitStack() as stack:
+        checkpoint = storage.read_manifest(path)
+        tensors = {
+            name: Part(stack.enter_context((path / name).open("rb")), record.size_bytes)
+            for name, record in checkpoint.manifest.files.items()
+        }
+        files = {}
+        for name in layout.names("copy"):
+            with contextlib.suppress(FileNotFoundError):
+                file = stack.enter_context(((folder or run_dir) / name).open("rb"))
+                files[name] = Part(
+                    file, _whole_lines(file) if name.endswith(_LINES) else os.fstat(file.fileno()).st_size
+                )
+        yield Source(run_dir, checkpoint, tensors, files, _interrupted_state(folder or run_dir, checkpoint))
+
+
+def send(server: Server, source: Source, run: str, timeout_s: float, is_abandoned: Callable[[], bool]) -> None:
+    """Send a copy within a timeout. It is complete on the other host's disk, and verified there, or absent.
+
+    Raises:
+        OSError: the other host's file system, or it does not respond.
+        Abandoned: `is_abandoned()` has returned true.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    manifest = source.checkpoint.manifest
+    sender = CheckpointSender(server, manifest.update, timeout_s)
+    for name, part in source.tensors.items():
+        with sender.new_file(name) as target:
+            for data in _chunks(part, is_abandoned):
+                target.write(data)
+    sender.commit(manifest, Retention(1))
+    requests = Requests(server, max(0.0, deadline_s - time.monotonic()))
+    expected = {layout.STATE: hashlib.sha256(source.state).hexdigest()}
+    requests.add("write_file", layout.STATE, source.state)
+    for name, part in source.files.items():
+        digest = hashlib.sha256()
+        requests.add("write_file", name, b"")  # an empty file is a file, too
+        for data in _chunks(part, is_abandoned):
+            digest.update(data)
+            requests.add("write_file", name, data)
+        expected[name] = digest.hexdigest()
+    facts: Dict[str, Any] = {
+        "run_id": run,
+        "run_dir": str(source.run_dir),
+        "checkpoint": source.checkpoint.path.name,
+        "raypod": event_log.raypod_version(),
+        "written_unix_s": time.time(),
+    }
+    requests.add("finish", facts, expected)
+    requests.finish()
+
+
+def _chunks(part: Part, is_abandoned: Callable[[], bool]) -> Iterator[bytes]:
+    """Read the part of a file in pieces; less if the file was truncated, which the receiver finds."""
+    part.file.seek(0)
+    left = part.size_bytes
+    while left:
+        if is_abandoned():
+            raise Abandoned
+        data = part.file.read(min(transfer.CHUNK_BYTES, left))
+        if not data:
+            return
+        left -= len(data)
+        yield data
+
+
+def _whole_lines(file: BinaryIO) -> int:
+    """Return the size of a file without a last line that is being written."""
+    size = os.fstat(file.fileno()).st_size
+    end = size
+    while end:
+        first = max(0, end - transfer.CHUNK_BYTES)
+        file.seek(first)
+        at = file.read(end - first).rfind(b"\n")
+        if at >= 0:
+            return first + at + 1
+        end = first
+    return 0
+
+
+def _interrupted_state(run_dir: Path, checkpoint: Checkpoint) -> bytes:
+    """Return the content of `state.json` of a run that was interrupted after a checkpoint.
+
+    On another host, a run whose state has no end counts as running.
+    """
+    state = run_state.read(run_dir)
+    if state is None:
+        raise FileNotFoundError(f"{run_dir} has no readable {layout.STATE}")
+    ended = dataclasses.replace(
+        state,
+        state=run_state.INTERRUPTED,
+        exit_code=INTERRUPTED,
+        update=checkpoint.update,
+        status_port=None,
+        status_token_file=None,
+        submission_id=None,
+        message="a copy of --checkpoint-copies",
+    )
+    return (strict_json(dataclasses.asdict(ended)) + "\n").encode()

@@ -29,7 +29,7 @@ Note 4: an instance that raised is alive. If no other one has the state, it is s
 (kept_state.py), and so is the newest state of any instance before the run ends.
 
 Note 5: the state of the device is unknown, so the instance is treated as lost, unlike one that was not in a call and
-can release its device. Without a survivor the run continues from the newest snapshot (snapshots.py), or from a newer
+can release its device. Without a survivor the run continues from the newest snapshot (kept_state.py), or from a newer
 checkpoint. The recovery action of the SDK decides: none, or IPU_RESET: replace its process, which resets
 the IPUs as it loads its program (documented for Graphcore's other runtimes, inferred for PopTorch). FULL_RESET and an
 UnrecoverableError end the run with the reason. With `run.reset_command` every reset is that command: it runs on the

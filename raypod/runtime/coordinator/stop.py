@@ -19,12 +19,12 @@ from raypod.errors import Preempted, summarize_exception
 from raypod.events import EvaluationDone, StoppedEarly
 from raypod.plan.metric import Metric
 from raypod.plan.plan import Plan
-from raypod.plan.run_section import RunSection
-from raypod.system.abort import abort
+from raypod.plan.sections import RunSection
 from raypod.system.command_line import INTERRUPTED
 from raypod.system.signals import (
     SignalDeadline,
     SignalFilter,
+    abort,
     cancel_abort,
     leave_terminal,
     preemption_signals,

@@ -18,8 +18,7 @@ from typing import Dict, List, Optional, Tuple
 
 from raypod.errors import ConfigError, RunError
 from raypod.runtime.launcher.records import STDERR, STDOUT
-from raypod.system.last_line import last_exception
-from raypod.system.log_times import LogTimes
+from raypod.system.log_files import LogTimes, last_exception
 
 LONGEST_LINE_BYTES = 8 << 20  # a longer line is split, so that memory stays bounded
 _TAIL_BYTES = 4096

@@ -14,11 +14,10 @@ from raypod.errors import HostLost, RaypodError, RunError, WaitTimedOut
 from raypod.plan.placement import Placement
 from raypod.runtime.launcher.host_process import HostProcess
 from raypod.runtime.launcher.records import HostFacts, HostReport, Program
-from raypod.runtime.workers.death_cause import death_reason
 from raypod.runtime.workers.ray_nodes import match_hosts
 from raypod.runtime.workers.ray_reservation import Reservation, reserve
 from raypod.runtime.workers.ray_session import RaySession
-from raypod.runtime.workers.ray_wait import Arrival, PauseDetector, take_ready
+from raypod.runtime.workers.ray_wait import Arrival, PauseDetector, death_reason, take_ready
 from raypod.system.process import StepTimer
 
 _READ_S = 1.0  # longest duration of a `read`

@@ -1,12 +1,15 @@
-"""The host-side collectives between instances, and the rendezvous through which the instances connect.
+"""The collectives between instances: the rendezvous through which they connect, and their process group.
 
 The collectives are those of `horovod.torch`: an installed Horovod, or the emulated SDK's over Gloo. Both use a
 key-value server on a port that the system chooses; the process that starts the instances opens it and keeps it open.
+
+Imports no SDK: the instance initializes `popdist` and Horovod with the environment that is set here.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 import threading
@@ -14,9 +17,9 @@ from typing import Dict, Optional, Tuple, Type
 
 from raypod.errors import ClusterError, SdkError
 from raypod.runtime.worker.horovod_proxy import HorovodProxy
-from raypod.system import horovod_address
-from raypod.system.emulated import rendezvous
-from raypod.system.interfaces import interface_of, local_address_to
+from raypod.system import interfaces
+from raypod.system.interfaces import address_in, interface_of, local_address_to
+from raypod.system.sdk import rendezvous
 
 _CONNECT_TIMEOUT_S = 60.0  # to the rendezvous server
 UNRECOVERABLE = "UNRECOVERABLE"
@@ -42,7 +45,7 @@ def check_host_name(host: str) -> None:
     Raises:
         ClusterError: they cannot, because of the address that the host's own name resolves to.
     """
-    problem = horovod_address.own_problem() if uses_installed_horovod() else None
+    problem = interfaces.own_problem() if uses_installed_horovod() else None
     if problem is not None:
         raise ClusterError(f"host {host}: {problem}")
 
@@ -122,3 +125,66 @@ def horovod_interface(rendezvous: str) -> Dict[str, str]:
     """
     name = interface_of(local_address_to(rendezvous))
     return {"HOROVOD_GLOO_IFACE": name} if name else {}
+
+
+class ProcessGroup:
+    """This instance's connection to the other instances, over all generations of a run."""
+
+    def __init__(self, data_network: Optional[str]) -> None:
+        """`data_network`: the network of the cluster file for traffic between hosts; None if it names none."""
+        self._data_network = data_network
+        self._rendezvous: Optional[rendezvous.StoreServer] = None
+        self._proxy: Optional[HorovodProxy] = None
+        self._cancelled = threading.Event()  # ends the connecting of the proxy
+        self.address = "127.0.0.1"  # at which other instances reach this one; set by `configure`
+
+    def data_address(self) -> Optional[str]:
+        """Return this host's address in the data network and bind Gloo and Horovod to it; None if there is none.
+
+        Raises:
+            ClusterError: the host has no address in that network.
+        """
+        if self._data_network is None:
+            return None
+        address = address_in(self._data_network, "metadata.raypod.data_network")
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["HOROVOD_GLOO_IFACE"] = str(interface_of(address))
+        return address
+
+    def open_rendezvous(self, address: str, generation: int) -> Dict[str, str]:
+        """Open the rendezvous on this host; return the environment variables with which instances connect to it."""
+        self.close()
+        self._rendezvous = rendezvous.serve(address, generation)
+        return self._rendezvous.environment
+
+    def configure(self, environment: Dict[str, str]) -> None:
+        """Set the variables of a rendezvous, and those of a real Horovod, in this process."""
+        os.environ.update(environment)
+        host = rendezvous.host_of(environment)
+        if host is None:
+            return
+        self.address = self.data_address() or local_address_to(host)
+        if uses_installed_horovod():
+            self._cancelled = threading.Event()
+            self._proxy = horovod_proxy(environment, self._cancelled)
+            os.environ.update(self._proxy.environment)
+            if self._data_network is None:
+                os.environ.update(horovod_interface(host))
+
+    def abort(self) -> None:
+        """End every wait for other instances, from another thread."""
+        self._cancelled.set()
+        rendezvous.abort("another instance is lost")
+
+    def leave(self) -> None:
+        """Close all connections after `hvd.shutdown`, so that the process can join another group."""
+        rendezvous.close()
+        self.close()
+
+    def close(self) -> None:
+        """Close the proxy and the rendezvous, if they are open."""
+        if self._proxy is not None:
+            self._proxy.close()
+            self._proxy = None
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None

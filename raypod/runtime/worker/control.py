@@ -14,8 +14,8 @@ from raypod.errors import CollectiveBroken, WaitTimedOut
 from raypod.events import HeartbeatReport
 from raypod.system import spans
 from raypod.system.activity_record import ActivityRecord
-from raypod.system.emulated import telemetry
 from raypod.system.process import cpu_seconds
+from raypod.system.sdk import telemetry
 from raypod.system.usage import HostMeter
 
 IDLE = "idle"

@@ -1,17 +1,37 @@
-"""The wrapped models of an instance on its devices: they share them, so at most one is attached."""
+"""The wrapped models of an instance on its devices, their compilation, and the folder of compiled executables.
+
+Of the processes of a run, PopTorch lets the first one compile and the others wait: each appends a byte to a lock file,
+and the last one removes it. It counts the processes of all hosts. A folder of one host never sees them all, so the file
+remains, and at the next start no process is the first one.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
+import socket
 import subprocess
 import sys
-from typing import Any, List, Optional, Sequence
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
+
+import poptorch
+import torch
 
 from raypod.errors import ConfigError
+from raypod.plan import user_code
+from raypod.plan.plan import Plan
 from raypod.runtime.worker import collectives
+from raypod.runtime.worker.replica_model import ReplicaModel
 from raypod.system.companion import end_session
-from raypod.system.last_line import last_line
+from raypod.system.log_files import last_line
+from raypod.system.sdk import Sdk
+from raypod.training.models import program
+from raypod.training.tasks.registry import task_of_plan
 
 # What PopTorch's compiler says of names that it does not have, or that have values of another type.
 _REJECTED_OPTION = re.compile(r"Unknown (?:\w+ )?(?:option|pattern) '?([\w.]+)'?")
@@ -98,3 +118,79 @@ def reset(command: str, recovery_action: str, timeout_s: float) -> str:
 
 def _attached(models: Sequence[Any]) -> List[Any]:
     return [model for model in models if model.isCompiled() and model.isAttachedToDevice()]
+
+
+_DIGEST = "0" * 16  # of samples, which the programs get as numbers
+
+
+def compile_programs(plan: Plan, cache: Optional[str]) -> Iterator[Tuple[str, float]]:
+    """Compile training and evaluation for `useOfflineIpuTarget`; yield the name of each and its seconds.
+
+    The environment is that of instance 0. The data determines shapes and constants of the programs.
+
+    Args:
+        plan: the plan of the run.
+        cache: the folder of executables; None for none.
+
+    Raises:
+        ConfigError: the data is missing, the SDK rejects an option, or the user's code fails.
+    """
+    with user_code.reported(plan.config.model_name), CallGuard():
+        task = task_of_plan(plan)
+        torch.manual_seed(plan.config.training.seed)
+        model = ReplicaModel(plan, task, task.load().first_batch(plan.config.training.seed))
+        options = program.training_options(plan, cache).useOfflineIpuTarget()
+        training = poptorch.trainingModel(model.training_step, options, model.optimizer)
+        batch = task.example(plan.geometry.combined_batch_size)
+        yield "training", _seconds(training, (*batch, *model.call_words(0, _DIGEST)))
+        training.destroy()
+        if plan.dataset_size.test_samples:
+            model.network.eval()
+            options = program.inference_options(plan, cache).useOfflineIpuTarget()
+            inference = poptorch.inferenceModel(model.evaluation_step, options)
+            yield "evaluation", _seconds(inference, task.example(plan.geometry.evaluation_batch_size))
+            inference.destroy()
+
+
+def _seconds(model: Any, inputs: Tuple[Any, ...]) -> float:
+    began = time.monotonic()
+    model.compile(*inputs)
+    return time.monotonic() - began
+
+
+_LOCK = re.compile(r"[0-9a-f]{16,}\.lock")  # a hash of the model
+
+
+def folder_of(plan: Plan, sdk: Sdk) -> Optional[str]:
+    """Return the folder of a run's executables on this host, created; None on the emulated SDK if none is chosen.
+
+    By default it is of this user and this host: a home folder can be shared, and a lock between hosts cannot be relied
+    upon. POPTORCH_CACHE_DIR takes precedence, as PopTorch reads it.
+    """
+    chosen = plan.config.pod.executable_cache_path or os.environ.get("POPTORCH_CACHE_DIR")
+    if chosen or not sdk.has_ipus:
+        return chosen
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = cache / "raypod" / "executables" / socket.gethostname()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        warnings.warn(
+            f"executables are not cached, so every process compiles: {folder} cannot be created ({error.strerror}); "
+            "choose a folder with --executable-cache-path",
+            stacklevel=2,
+        )
+        return None
+    return str(folder)
+
+
+def remove_stale_locks(folder: Optional[str]) -> None:
+    """Remove the lock files that no process holds: one process of each host then compiles.
+
+    Call it before the processes of a run meet, as they compile only afterwards.
+    """
+    for path in filter(lambda each: _LOCK.fullmatch(each.name), Path(folder).glob("*.lock") if folder else ()):
+        # A process of another run holds it, another one of this run has removed it, or it is another user's.
+        with contextlib.suppress(OSError), path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()

@@ -1,4 +1,4 @@
-"""The environment variables of an instance's process, which are set before torch and the SDK are imported."""
+"""The environment variables and the cores of an instance's process, set before torch and the SDK are imported."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from raypod.plan.environment import (
     placement_environment,
 )
 from raypod.plan.ipu_options import profile_environment
-from raypod.plan.placement import InstanceSpec
+from raypod.plan.placement import InstanceSpec, Placement
 from raypod.plan.plan import Plan
-from raypod.system.emulated import activation
+from raypod.system import cores
+from raypod.system.process import bind_process
+from raypod.system.sdk import activation
 
 
 def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") -> Dict[str, str]:
@@ -36,3 +38,22 @@ def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") 
         emulated_horovod=plan.config.run.collectives == "gloo",
     )
     return {**env, **of_sdk, activation.COMPILE: str(int(activation.requests_compilation()))}
+
+
+def take_cores(placement: Placement, spec: InstanceSpec) -> None:
+    """Bind this process to the cores of an instance, if the placement binds, and set variables of the emulated SDK.
+
+    They say how many replicas compute at the same time, so that the instances of a host together do not run more
+    threads than it has CPUs, or, if the placement binds, on which CPUs they do. No result depends on them: the number
+    of threads within a replica stays that of the plan.
+    """
+    found = cores.usable_cores()
+    mine = cores.divide(found, len(placement.instances_on(spec.host_index)))[spec.local_index]
+    cpus = cores.replica_cpus(mine, spec.local_replicas, spec.threads_per_replica)
+    if placement.cluster.numa:
+        if mine != found:
+            bind_process(cores.cpus_of(mine))
+        os.environ.update(activation.settings(replica_cpus=cpus))
+    else:
+        for name, value in activation.settings(replicas_at_a_time=len(cpus)).items():
+            os.environ.setdefault(name, value)

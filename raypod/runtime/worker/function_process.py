@@ -25,8 +25,8 @@ from raypod.errors import ClusterError, summarize_exception
 from raypod.plan.environment import STARTUP_DIR, device_environment, join_path, placement_environment
 from raypod.plan.placement import Placement, partition_conflict
 from raypod.runtime.worker import collectives
-from raypod.runtime.worker.binding import take_cores
-from raypod.runtime.worker.process_group import ProcessGroup
+from raypod.runtime.worker.collectives import ProcessGroup
+from raypod.runtime.worker.environment import take_cores
 from raypod.system import sdk, torchvision_import
 
 STDOUT, STDERR = 1, 2

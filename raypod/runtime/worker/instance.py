@@ -2,6 +2,8 @@
 
 The environment (POPDIST_*, see plan/environment.py) and the SDK (see system/sdk.py) must be set up before this module
 is imported. The fleet calls its methods; results are returned as records (events.py), and nothing is printed.
+
+Which calls of an instance are profiled, and what it has recorded.
 """
 
 from __future__ import annotations
@@ -21,19 +23,17 @@ import torch
 from raypod.errors import CollectiveBroken
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, ProcessSpans, SaveReport
 from raypod.plan import ipu_options
-from raypod.plan.plan import Plan, Segment
-from raypod.runtime.worker import devices, executable_cache
+from raypod.plan.placement import InstanceSpec
+from raypod.plan.plan import Plan, Segment, window_of
+from raypod.runtime.worker import devices
+from raypod.runtime.worker.collectives import ProcessGroup
 from raypod.runtime.worker.control import ATTACHING, LOADING, SNAPSHOT, Heartbeat, StopGate
-from raypod.runtime.worker.process_group import ProcessGroup
-from raypod.runtime.worker.profile import Profile
-from raypod.runtime.worker.random_states import RandomStates
-from raypod.runtime.worker.rate import ScheduledRate
-from raypod.runtime.worker.replica_model import EvaluationSums, ReplicaModel
+from raypod.runtime.worker.replica_model import EvaluationSums, ReplicaModel, ScheduledRate
 from raypod.runtime.worker.seeding import Endpoint, Seeding, SeedingPeer
-from raypod.runtime.worker.training_state import Snapshots, TrainingState
-from raypod.system.emulated import telemetry
+from raypod.runtime.worker.training_state import RandomStates, Snapshots, TrainingState
 from raypod.system.process import StepTimer, sources_digest, versions
-from raypod.system.sdk import Sdk
+from raypod.system.sdk import Sdk, telemetry
+from raypod.system.spans import recorder
 from raypod.training.checkpoint import snapshots, tensors
 from raypod.training.checkpoint.format import Checkpoint, Manifest
 from raypod.training.checkpoint.snapshots import Place
@@ -74,7 +74,7 @@ class Instance:
         self._is_evaluation_abandoned = False
         self._guard, self._timer = devices.CallGuard(), StepTimer()
         self._profile = Profile(plan, self._spec)
-        self._cache = executable_cache.folder_of(plan, sdk)
+        self._cache = devices.folder_of(plan, sdk)
 
     def build(self, loaded: Optional[Tuple[Task, Source]] = None) -> InstanceStarted:
         """Build model, optimizer and options. The run starts from the weights of instance 0.
@@ -130,7 +130,7 @@ class Instance:
         Without `popdist.init`, which initializes MPI on IPUs: that needs mpirun, and a repair cannot repeat it. The
         collectives are Horovod's, and `popdist.poptorch.Options` reads the environment.
         """
-        executable_cache.remove_stale_locks(self._cache)
+        devices.remove_stale_locks(self._cache)
         self._group.configure(environment)
         hvd.init()
 
@@ -373,3 +373,41 @@ class Instance:
         if self._training.isCompiled():
             self._training.copyWeightsToHostIfNeeded()
             self._host_update = self._update
+
+
+class Profile:
+    """Turns the recorder of this process on for the calls of the window.
+
+    It is also on before the first segment, so that the profile shows the start of the instance, and after the last
+    update of the run if the window contains that.
+    """
+
+    def __init__(self, plan: Plan, spec: InstanceSpec) -> None:
+        self._spec, self._window = spec, window_of(plan)
+        self._is_last = self._window is not None and self._window.stop == plan.total_updates
+        self._was_on = False
+        recorder.reset(is_on=self._window is not None)
+        if self._window is not None:
+            telemetry.listen(recorder)
+
+    def begin_call(self, update: int) -> None:
+        """Turn the recorder on or off for what follows: the call that begins at `update` (0-based)."""
+        if self._window is not None:
+            recorder.is_on = self._was_on = update in self._window or (self._is_last and update >= self._window.stop)
+
+    def end_call(self, next_update: int) -> Optional[ProcessSpans]:
+        """Return the spans of a call in the window, and `begin_call` the next one."""
+        if self._window is None:
+            return None
+        was_on = self._was_on
+        self.begin_call(next_update)
+        return self.take(with_open=not self._was_on) if was_on else None
+
+    def take(self, with_open: bool = True) -> ProcessSpans:
+        """Return the spans since the previous time."""
+        spans, dropped = recorder.take(with_open)
+        return ProcessSpans(self._spec.index, self._spec.host, os.getpid(), spans, dropped)
+
+    def close(self) -> None:
+        """Turn the recorder off, and forget what it holds."""
+        recorder.reset(is_on=False)

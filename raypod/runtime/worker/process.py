@@ -1,4 +1,4 @@
-"""The process of one instance: sets up its environment and log file, then runs the instance in one thread.
+"""The process of one instance: its environment, log file and warnings, and the thread that runs the instance.
 
 `runtime/workers/ray.py` wraps it in a Ray actor. Nothing here may import torch or the SDK before the
 environment is set.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import queue
 import socket
 import sys
+import threading
 import time
 import traceback
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
 from raypod.errors import ClusterError, CollectiveBroken, ConfigError, DeviceFailed, as_utf8, summarize_exception
 from raypod.events import CallReport, EvaluationReport, HeartbeatReport, InstanceStarted
@@ -23,20 +26,18 @@ from raypod.plan import user_code
 from raypod.plan.placement import partition_conflict
 from raypod.plan.plan import Plan, Segment
 from raypod.runtime.worker import collectives
-from raypod.runtime.worker.binding import take_cores
-from raypod.runtime.worker.environment import instance_environment
-from raypod.runtime.worker.warning_record import WarningRecord
+from raypod.runtime.worker.environment import instance_environment, take_cores
 from raypod.system import process, sdk, torchvision_import
 from raypod.system.activity_record import ActivityRecord, Identity
 from raypod.system.files import HeldFolder, open_to_append
-from raypod.system.last_line import LastLine
-from raypod.system.log_times import LogTimes
+from raypod.system.log_files import LastLine, LogTimes
 from raypod.system.spans import recorder
 
 if TYPE_CHECKING:
     from raypod.runtime.worker.instance import Instance
     from raypod.training.data.source import Source
     from raypod.training.tasks.task import Task
+
 
 _REPORT_INTERVAL_S = 0.02  # faster calls are reported together: one Ray message takes longer than such a call
 
@@ -263,3 +264,54 @@ def _redirect_output(path: Path) -> None:
         os.dup2(descriptor, number)
     os.close(descriptor)
     sys.stdout, sys.stderr = process.log_stream(1), process.log_stream(2)
+
+
+_MOST = 10  # a warning of every sample would bury the rest of the output
+_MOST_CHARACTERS = 500
+_SDK_LOGGER = "poptorch::python"
+# They are about future versions of a package, or about files that are closed late.
+_IGNORED = (DeprecationWarning, PendingDeprecationWarning, FutureWarning, ResourceWarning)
+
+
+class WarningRecord:
+    """Collects the warnings of Python and of the SDK, each text once and at most 10. They are shown as before."""
+
+    def __init__(self) -> None:
+        self._known: Set[str] = set()
+        self._new: List[str] = []
+        self._lock = threading.Lock()  # replicas of the emulated SDK are threads
+
+    def install(self) -> None:
+        """Collect from now on, until the process ends."""
+        show = warnings.showwarning
+
+        def record_and_show(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
+            if not issubclass(category, _IGNORED):
+                self._add(f"{category.__name__}: {message}", is_of_python=True)
+            show(message, category, filename, lineno, *rest, **more)
+
+        warnings.showwarning = record_and_show
+        logging.getLogger(_SDK_LOGGER).addFilter(self._record_of_sdk)
+
+    def take(self) -> Tuple[str, ...]:
+        """Return the warnings that are new since the previous call, each in one line."""
+        with self._lock:
+            taken, self._new = tuple(self._new), []
+        return taken
+
+    def _record_of_sdk(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING:
+            with contextlib.suppress(TypeError, ValueError):  # wrong arguments: the handler reports them
+                self._add(record.getMessage())
+        return True  # a filter: the record is written
+
+    def _add(self, text: str, is_of_python: bool = False) -> None:
+        text = " ".join(text.split())[:_MOST_CHARACTERS]
+        with self._lock:
+            if text in self._known or len(self._known) >= _MOST:
+                return
+            self._known.add(text)
+        # The file of a warning of torch is mostly one of torch. The SDK's texts name the line.
+        place = user_code.place_in(traceback.extract_stack()) if is_of_python else ""
+        with self._lock:
+            self._new.append(text + place)

@@ -46,7 +46,7 @@ class Beat(NamedTuple):
 
 
 class Family(Protocol):
-    """A metric with its samples: `status.exposition.Family`."""
+    """A metric with its samples: `status.prometheus.Family`."""
 
     @property
     def name(self) -> str:

@@ -16,7 +16,7 @@ import math
 from typing import Dict, Iterable, List, Optional
 
 from raypod.events import FailureKind, HeartbeatReport
-from raypod.plan.run_section import CALL_TIMEOUTS_S, RunSection
+from raypod.plan.sections import CALL_TIMEOUTS_S, RunSection
 from raypod.runtime.worker.control import ATTACHING, IDLE, LOADING, RETRYING, SNAPSHOT
 from raypod.system.activity_record import Activity
 

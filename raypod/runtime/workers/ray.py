@@ -18,15 +18,19 @@ from raypod.plan.plan import Plan, Segment
 from raypod.runtime.worker.control import IDLE
 from raypod.runtime.worker.process import InstanceProcess
 from raypod.runtime.workers.fleet import Beat, Family, FleetBroken, Labels, failure_of
-from raypod.runtime.workers.ray_clocks import read_clocks
 from raypod.runtime.workers.ray_metrics import RayMetrics
-from raypod.runtime.workers.ray_nodes import draining_hosts, host_name, match_hosts, peers_of, wait_for_nodes
-from raypod.runtime.workers.ray_replace import ProcessKiller, Replacements
-from raypod.runtime.workers.ray_reservation import Reservation, reserve
-from raypod.runtime.workers.ray_room import HostRoom
+from raypod.runtime.workers.ray_nodes import (
+    draining_hosts,
+    host_name,
+    match_hosts,
+    peers_of,
+    read_clocks,
+    wait_for_nodes,
+)
+from raypod.runtime.workers.ray_replace import ProcessKiller, Replacements, Standbys
+from raypod.runtime.workers.ray_reservation import HostRoom, Reservation, reserve
 from raypod.runtime.workers.ray_server import RayServer, serve_here, serve_on
 from raypod.runtime.workers.ray_session import RaySession
-from raypod.runtime.workers.ray_standby import Standbys
 from raypod.runtime.workers.ray_watch import Requests, Watch
 from raypod.system.command_line import counted
 from raypod.system.process import StepTimer

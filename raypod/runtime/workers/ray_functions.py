@@ -7,11 +7,10 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from raypod.errors import FunctionFailed, RaypodError, WaitTimedOut
 from raypod.runtime.worker.function_process import FunctionProcess, Outcome, Setup, unpack
-from raypod.runtime.workers.death_cause import death_reason
 from raypod.runtime.workers.ray_nodes import host_name, wait_for_nodes
 from raypod.runtime.workers.ray_reservation import Reservation, reserve
 from raypod.runtime.workers.ray_session import RaySession
-from raypod.runtime.workers.ray_wait import Arrival, take_ready
+from raypod.runtime.workers.ray_wait import Arrival, death_reason, take_ready
 
 _POLL_S = 0.1  # between two requests of the output
 _GRACE_S = 5.0  # after a failure, for the failures of other instances, one of which may be the first cause

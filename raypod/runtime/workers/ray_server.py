@@ -6,9 +6,9 @@ import importlib
 from typing import Any, Callable
 
 from raypod.plan.cluster import Cluster
-from raypod.runtime.workers.death_cause import death_reason
 from raypod.runtime.workers.ray_nodes import nodes_of
 from raypod.runtime.workers.ray_reservation import node_affinity
+from raypod.runtime.workers.ray_wait import death_reason
 
 
 class RayServer:

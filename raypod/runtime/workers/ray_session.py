@@ -1,4 +1,7 @@
-"""The Ray session of a run: join a running cluster or start a local one, watch for the loss of its head, disconnect."""
+"""The Ray session of a run: join a running cluster or start a local one, watch for the loss of its head, disconnect.
+
+The folder RAY_TMPDIR of a local Ray session: its sockets and logs are created there.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,11 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 from raypod.errors import ClusterError, RunError
 from raypod.plan.placement import Placement
 from raypod.runtime.workers import gcs, ray_admission
-from raypod.runtime.workers.ray_folder import socket_folder
 from raypod.runtime.workers.ray_processes import RayProcesses, only_needed, patient
-from raypod.system.abort import abort
 from raypod.system.command_line import counted
-from raypod.system.private import ROOT, read_file_of
+from raypod.system.private import ROOT, make_private, read_file_of
 from raypod.system.process import environment_variables
-from raypod.system.signals import postponed_signals
+from raypod.system.signals import abort, postponed_signals
 
 _CONNECT_S = 2.0
 _JOIN_S = 60.0  # longer than all of Ray's own timeouts
@@ -351,7 +352,7 @@ def _silence_worker_deaths(ray: Any) -> None:
 
 
 class HeadWatch:
-    """Sends a request to the GCS every second; `raypod.system.abort` ends this process if it is considered lost."""
+    """Sends a request to the GCS every second; `raypod.system.signals` ends this process if it is considered lost."""
 
     def __init__(self, address: str, name: str, hint: Callable[[], str]) -> None:
         """`address` is HOST:PORT of the GCS; `name` (of what is lost) and `hint()` are for the error message."""
@@ -384,3 +385,42 @@ class HeadWatch:
                         f"Ray cannot continue without it; {self._hint()}"
                     )
                 )
+
+
+# The longest path of a Unix socket, and the longest one that Ray creates below RAY_TMPDIR.
+_MAX_SOCKET_BYTES = 107
+_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_{pid}/sockets/plasma_store"
+
+
+def private_tmpdir() -> str:
+    """Return the folder for RAY_TMPDIR of this user's processes: the given one, or one in it if others can use that.
+
+    Ray lets all users write to the folders of its sockets and logs.
+
+    Raises:
+        ClusterError: it belongs to another user.
+    """
+    given = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    if not make_private(given):
+        return given
+    folder = f"{given}/raypod-{os.getuid()}"
+    problem = make_private(folder)
+    if problem:
+        raise ClusterError(f"no folder for the files of Ray: {problem}, or set RAY_TMPDIR to a folder of your own")
+    return folder
+
+
+def socket_folder() -> str:
+    """Return `private_tmpdir()`, in which a local session creates its sockets.
+
+    Raises:
+        ClusterError: it belongs to another user, or its path is too long.
+    """
+    folder = private_tmpdir()
+    size, most = len(os.fsencode(folder)), _MAX_SOCKET_BYTES - len(_SOCKET.format(pid=os.getpid()))
+    if size > most:
+        raise ClusterError(
+            f"the path of the temporary folder {folder} is too long for the Unix sockets of Ray: it has {size} bytes, "
+            f"at most {most} are possible; set RAY_TMPDIR (or TMPDIR) to a folder with a shorter path"
+        )
+    return folder

@@ -15,7 +15,6 @@ from raypod.errors import CollectiveBroken, DeviceFailed, PeerLost, RaypodError,
 from raypod.events import FailureKind, HeartbeatReport, InstanceLost
 from raypod.plan import user_code
 from raypod.plan.plan import Plan
-from raypod.runtime.workers.death_cause import death_causes
 from raypod.runtime.workers.fleet import Beat, FleetBroken
 from raypod.runtime.workers.liveness import (
     LastHeartbeat,
@@ -26,7 +25,7 @@ from raypod.runtime.workers.liveness import (
     is_training,
 )
 from raypod.runtime.workers.ray_replace import ProcessKiller
-from raypod.runtime.workers.ray_wait import NO_VALUE, PauseDetector, take_ready
+from raypod.runtime.workers.ray_wait import NO_VALUE, PauseDetector, death_causes, take_ready
 from raypod.system import activity_record
 
 _POLL_INTERVAL_S = 0.2  # also the longest delay of a stop request

@@ -10,9 +10,9 @@ import io
 import os
 import time
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Set
+from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Set, Tuple
 
-from raypod.system.remote.backends import OBJECT_STORES, connect
+from raypod.system.remote.backends import OBJECT_STORES, S3, connect
 from raypod.system.remote.errors import StorageError
 from raypod.system.urls import scheme_of
 
@@ -35,6 +35,7 @@ class Store:
         """Nothing is connected until the first operation."""
         self.url = url
         self._is_object_store = scheme_of(url) in OBJECT_STORES
+        self._is_s3 = scheme_of(url) in S3
         self._fs: Any = None
         self._root = ""
         self.progress_s, self.written_bytes, self.is_busy = time.monotonic(), 0, False
@@ -189,11 +190,40 @@ class Store:
             raise StorageError(f"{name} has another content on the storage after its upload")
 
     def _copy(self, path: str, output: BinaryIO, most_bytes: int) -> None:
-        file_system = self._connected()
+        """Write the content of a file to `output`, from S3 in one request; what a lost connection leaves, in ranges."""
+        file_system, first = self._connected(), 0
+        if self._is_s3:
+            from fsspec.asyn import sync  # only a run with a remote storage needs it
+
+            first, is_complete = sync(file_system.loop, self._stream, file_system, path, output, most_bytes)
+            if is_complete:
+                return
         file_system.invalidate_cache()
         with file_system.open(path, "rb", block_size=_PART_BYTES, **self._reading()) as file:
-            for chunk in self._chunks(file, most_bytes):
+            file.seek(first)
+            for chunk in self._chunks(file, most_bytes - first):
                 output.write(chunk)
+
+    async def _stream(self, file_system: Any, path: str, output: BinaryIO, most_bytes: int) -> Tuple[int, bool]:
+        """Write the content of an object to `output`; return the bytes, and whether no more are missing."""
+        received, file = 0, await file_system.open_async(path, "rb")
+        try:
+            while received < most_bytes:
+                try:
+                    chunk = await file.read(min(_CHUNK_BYTES, most_bytes - received))
+                except Exception:
+                    if file.r is None:  # there is no response
+                        raise
+                    return received, False
+                if not chunk:
+                    break
+                output.write(chunk)
+                received += len(chunk)
+                self.progress_s = time.monotonic()
+            return received, True
+        finally:
+            if file.r is not None:
+                file.r.close()  # the file does not
 
     def _reading(self) -> Dict[str, Any]:
         """Return options for reading a file once from its beginning to its end."""

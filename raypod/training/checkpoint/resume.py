@@ -18,7 +18,7 @@ from raypod.plan.learning_rate import DEPEND_ON_LENGTH
 from raypod.plan.metric import EpochSums
 from raypod.plan.plan import Plan
 from raypod.system.command_line import counted
-from raypod.system.emulated import activation
+from raypod.system.sdk import activation
 from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.format import Checkpoint, Manifest
 

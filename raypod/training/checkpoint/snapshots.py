@@ -20,7 +20,7 @@ import numpy as np
 
 from raypod.events import SaveReport
 from raypod.plan.plan import Plan
-from raypod.plan.run_section import SNAPSHOTS_KEPT
+from raypod.plan.sections import SNAPSHOTS_KEPT
 from raypod.system.activity_record import anonymous_file, path_of
 from raypod.system.process import process_start_ticks
 from raypod.training.checkpoint.format import Manifest

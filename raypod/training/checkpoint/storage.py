@@ -23,7 +23,7 @@ from raypod.errors import CheckpointDamaged
 from raypod.plan.config import MANIFEST
 from raypod.plan.layout import CHECKPOINTS
 from raypod.system import files
-from raypod.training.checkpoint import digest
+from raypod.training.checkpoint import format
 from raypod.training.checkpoint.format import (
     Checkpoint,
     FileRecord,
@@ -271,8 +271,8 @@ def _sha256_line(text: bytes) -> bytes:
 def _verify_hash(path: Path, name: str, record: FileRecord) -> None:
     """Check the hash of a file of a checkpoint. CheckpointDamaged if it does not match or the file cannot be read."""
     try:
-        found = digest.digest_of_file(path / name, record.algorithm)
+        found = format.digest_of_file(path / name, record.algorithm)
     except OSError as error:
         raise CheckpointDamaged(str(path / name), error.strerror or str(error)) from None
     if found != record.digest:
-        raise CheckpointDamaged(str(path), f"the {digest.TITLES[record.algorithm]} of {name} does not match {MANIFEST}")
+        raise CheckpointDamaged(str(path), f"the {format.TITLES[record.algorithm]} of {name} does not match {MANIFEST}")

@@ -22,7 +22,7 @@ from raypod.plan.plan import Plan
 from raypod.system import spans
 from raypod.system.files import NewFile
 from raypod.system.retries import is_passing_write
-from raypod.training.checkpoint import digest, storage, tensors
+from raypod.training.checkpoint import format, storage, tensors
 from raypod.training.checkpoint.format import (
     EMA,
     OPTIMIZER,
@@ -198,11 +198,11 @@ def _write_files(new_file: Callable[[str], ContextManager[NewFile]], manifest: M
         contents[EMA] = tensors.TensorFile(state.ema, {})
     if state.replicas is not None:
         contents[REPLICAS] = tensors.TensorFile(*tensors.pack_nested(state.replicas))
-    algorithms = {name: digest.algorithm_for(content.size_bytes) for name, content in contents.items()}
+    algorithms = {name: format.algorithm_for(content.size_bytes) for name, content in contents.items()}
     with ThreadPoolExecutor(_HASHING_THREADS, "checkpoint-hash") as pool:
         sha256 = pool.submit(tensors.weights_sha256, state.weights)
         ema = pool.submit(tensors.weights_sha256, state.ema) if state.ema is not None else None
-        digests = {name: pool.submit(digest.digest_of, content, algorithms[name]) for name, content in contents.items()}
+        digests = {name: pool.submit(format.digest_of, content, algorithms[name]) for name, content in contents.items()}
         try:
             for name, content in contents.items():
                 with new_file(name) as file:

@@ -314,7 +314,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def _arrow_of(data: Any) -> Any:
-    from raypod.training.data.foreign import is_of_hf, way_to_use  # imports torch
+    from raypod.training.data.user_dataset import is_of_hf, way_to_use  # imports torch
 
     if not is_of_hf(data, "Dataset"):
         way = way_to_use(data) or f"a {type(data).__name__}"

@@ -21,7 +21,7 @@ from torch import nn
 from raypod.errors import ConfigError
 from raypod.plan import user_code
 from raypod.plan.config import Config
-from raypod.plan.stages import Stage, splits_of, stages_of
+from raypod.plan.values import Stage, splits_of, stages_of
 from raypod.system.command_line import nearest
 
 _SAMPLES = 2  # of larger micro-batches: BatchNorm needs more than one

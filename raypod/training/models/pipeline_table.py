@@ -11,9 +11,9 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 from raypod.plan import user_code
 from raypod.plan.plan import Plan
-from raypod.plan.run_section import SNAPSHOTS_KEPT
+from raypod.plan.sections import SNAPSHOTS_KEPT
 from raypod.system import sdk
-from raypod.system.emulated import activation, telemetry
+from raypod.system.sdk import activation, telemetry
 from raypod.training.models.schedule import StageCost, compare_strategies
 
 _SAMPLES = 2  # of larger micro-batches: BatchNorm needs more than one
@@ -129,14 +129,14 @@ def compiled(plan: Plan, task: Any) -> Any:
     import poptorch
     import torch
 
-    from raypod.training.models import optimizers, program, sdk_options
+    from raypod.training.models import optimizers, program
 
     config = plan.config
     options = poptorch.Options()
     options.Training.gradientAccumulation(plan.geometry.gradient_accumulation)
     options.setExecutionStrategy(program.execution_strategy(plan))
     options.showCompilationProgressBar(False)
-    sdk_options.make_calls(options, config)
+    program.make_calls(options, config)
     samples = _samples(plan) * plan.geometry.gradient_accumulation
     with user_code.reported(config.model_name), telemetry.inspection():
         batch = task.example(samples)

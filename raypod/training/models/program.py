@@ -1,27 +1,31 @@
-"""The PopTorch programs of a replica: the modules, options and optimizer of training and evaluation."""
+"""The PopTorch programs of a replica: modules, options (section `ipu`) and optimizer of training and evaluation."""
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import functools
 from typing import Any, Callable, ClassVar, Dict, Iterable, Iterator, Optional, Sequence, Tuple
 
 import popdist.poptorch
 import poptorch
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Protocol
 
 from raypod.errors import ConfigError
-from raypod.plan import user_code
+from raypod.plan import ipu_options, user_code
 from raypod.plan.config import Config
 from raypod.plan.metric import Metric
 from raypod.plan.plan import Plan
-from raypod.plan.stages import returns, stages_of
+from raypod.plan.values import returns, stages_of
+from raypod.system.command_line import nearest
 from raypod.training.data.transforms import activation_dtype
-from raypod.training.models import optimizers, sdk_options, serialization
+from raypod.training.models import optimizers
+from raypod.training.models.decoder import Projection
 from raypod.training.models.recent_results import RecentResults
-from raypod.training.models.task_network import TaskNetwork
 
 Ratios = Dict[str, Tuple[Any, Any]]  # numerator and denominator by the name of the metric
 _REDUCTIONS = {"sum": poptorch.ReductionType.Sum, "mean": poptorch.ReductionType.Mean}
@@ -134,7 +138,7 @@ class TrainingStep(_Step):
     ) -> None:
         super().__init__(task, metrics, network, prepare)
         self.recent_results = recent_results
-        self._overlap = sdk_options.overlap_mode(task.config)
+        self._overlap = overlap_mode(task.config)
 
     def forward(self, *arguments: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
         """Return the loss, 0-d, and numerator and denominator of each metric, float32 [2 x metrics]."""
@@ -226,8 +230,8 @@ def finish_network(plan: Plan, network: nn.Module) -> nn.Module:
     if plan.config.training.precision.endswith(".16"):
         network.half()
     optimizers.freeze(network, plan.config.training.freeze or ())
-    serialization.split_products(network)
-    sdk_options.keep_outputs(network, plan.config.ipu.recomputation_checkpoints or ())
+    split_products(network)
+    keep_outputs(network, plan.config.ipu.recomputation_checkpoints or ())
     return network
 
 
@@ -238,7 +242,7 @@ def training_options(plan: Plan, cache: Optional[str] = None) -> Any:
     """
     training = plan.config.training
     options = _common_options(plan, cache)
-    sdk_options.make_calls(options, plan.config)
+    make_calls(options, plan.config)
     options.deviceIterations(training.device_iterations)
     options.Training.gradientAccumulation(training.gradient_accumulation)
     options.Training.accumulationAndReplicationReductionType(_REDUCTIONS[training.reduction])
@@ -257,7 +261,7 @@ def keeps_recent_results(plan: Plan) -> bool:
 def inference_options(plan: Plan, cache: Optional[str] = None) -> Any:
     """Return the `popdist.poptorch.Options` of evaluation; see `training_options`."""
     options = _common_options(plan, cache)
-    sdk_options.make_calls(options, plan.config, is_training=False)
+    make_calls(options, plan.config, is_training=False)
     options.deviceIterations(plan.geometry.evaluation_iterations)
     return options.outputMode(poptorch.OutputMode.All)
 
@@ -321,3 +325,111 @@ def copy_replica_0_buffers(buffers: Iterable[Tuple[str, Any]], state: Optional[D
     for name, buffer in buffers:
         if name in values:
             buffer.copy_(values[name][0])
+
+
+class TaskNetwork:
+    """Calls `run`, which prepares the inputs of the network; everything else is that of the module.
+
+    So `network.parameters()`, `network.head` and `network[0]` work, as for a term of the loss. A module in it that is
+    called on its own gets its inputs as they are.
+    """
+
+    __slots__ = ("_module", "_run")
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self._module, self._run = module, run
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Return the output of the network."""
+        return self._run(*inputs, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        module: Any = self._module
+        return module[index]
+
+
+def make_calls(options: Any, config: Config, is_training: bool = True) -> None:
+    """Make the calls of `ipu_options.calls_of` on `poptorch.Options`; for the evaluation those that are not its own."""
+    for call in ipu_options.calls_of(config):
+        if is_training or not call.is_for_training:
+            setter = functools.reduce(getattr, call.setter.split("."), options)
+            setter(*map(_argument, call.arguments))
+
+
+def keep_outputs(network: nn.Module, patterns: Sequence[str]) -> None:
+    """Mark the outputs of the modules whose names match as checkpoints of a recomputation.
+
+    Raises:
+        ConfigError: a pattern matches no module.
+    """
+    names = [name for name, _ in network.named_modules() if name]
+    for pattern in patterns:
+        found = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not found:
+            similar = nearest(pattern, names, 3) or names[:5]
+            flag = f"--recomputation-checkpoints {pattern}"
+            raise ConfigError(f"{flag} matches no module of the network; there are {', '.join(similar)}")
+        for name in found:
+            network.get_submodule(name).register_forward_hook(_keep_output)
+
+
+def overlap_mode(config: Config) -> Any:
+    """Return the `poptorch.OverlapMode` of inputs and outputs in training; None for transfers that do not overlap."""
+    modes = {
+        "accumulation-loop": poptorch.OverlapMode.OverlapAccumulationLoop,
+        "device-iteration-loop": poptorch.OverlapMode.OverlapDeviceIterationLoop,
+    }
+    return modes.get(config.ipu.overlap_io or "")
+
+
+def _keep_output(module: nn.Module, inputs: Any, output: Any) -> Any:
+    if not module.training or output is None:
+        return output
+    if isinstance(output, (list, tuple)):  # one by one: of a list of one tensor, the SDK gives the list of its rows
+        return type(output)(_keep_output(module, inputs, each) for each in output)
+    return poptorch.recomputationCheckpoint(output)
+
+
+def _argument(value: Any) -> Any:
+    """Return an argument of a call as PopTorch takes it: plain values as they are."""
+    if isinstance(value, ipu_options.Location):
+        location = poptorch.TensorLocationSettings()
+        for setter, setting in value.settings.items():
+            getattr(location, setter)(setting)
+        return location
+    is_dtype = isinstance(value, str) and value.startswith(ipu_options.TORCH)
+    return getattr(torch, value[len(ipu_options.TORCH) :]) if is_dtype else value
+
+
+def split_products(network: nn.Module) -> None:
+    """Let the projections of a network compute their products on the device in the parts that they have."""
+    for module in network.modules():
+        if isinstance(module, Projection) and module.parts > 1:
+            mode = poptorch.MatMulSerializationMode.OutputChannels
+            module.product = functools.partial(poptorch.serializedMatMul, mode=mode, factor=module.parts)
+
+
+def mean_loss(
+    logits: torch.Tensor, targets: torch.Tensor, length: Optional[int], count: Optional[torch.Tensor] = None
+) -> torch.Tensor:
+    """Return the mean cross-entropy in float32, of `length` tokens of each window at a time.
+
+    Args:
+        logits: [n, tokens, vocabulary].
+        targets: int64 [n, tokens].
+        length: None for all tokens at once.
+        count: of the targets that are not -100, which are ignored; None: all.
+    """
+    if length is None:
+        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    total = torch.stack(
+        [
+            functional.cross_entropy(part.float().flatten(0, 1), wanted.flatten(), reduction="sum")
+            for part, wanted in zip(torch.split(logits, length, dim=1), torch.split(targets, length, dim=1))
+        ]
+    ).sum()
+    loss: torch.Tensor = poptorch.identity_loss(total / (targets.numel() if count is None else count), "none")
+    return loss

@@ -48,7 +48,7 @@ def _check_model(config: Config) -> None:
     if norm != "batch" and name in ("tiny", *VISION_TRANSFORMERS):
         raise ConfigError(f"--norm {norm} replaces BatchNorm, and {name} has none: omit it")
     if name.startswith(TIMM):
-        from raypod.training.models.mobile_networks import check_timm  # imports torch
+        from raypod.training.models.networks import check_timm  # imports torch
 
         check_timm(name)
     elif name.startswith(TORCHVISION):

@@ -97,7 +97,7 @@ class LanguageModel(Task):
         self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
     ) -> Tuple[torch.Tensor, Ratios]:
         """Return the mean cross-entropy per token, and perplexity and bits per byte."""
-        from raypod.training.models.serialization import mean_loss  # imports the SDK, which only a training has
+        from raypod.training.models.program import mean_loss  # imports the SDK, which only a training has
 
         logits, targets = self._logits_and_targets(network, batch)
         count = (targets != IGNORED).sum() if len(batch) > 2 else None

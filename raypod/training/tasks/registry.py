@@ -15,6 +15,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from raypod.errors import ConfigError
 from raypod.plan import flags, resolve, stored_code, user_code
+from raypod.plan.compatibility import IMAGE_KEYS, SHARD_KEYS
 from raypod.plan.config import (
     HF_CAUSAL_LM,
     HF_IMAGES,
@@ -26,7 +27,6 @@ from raypod.plan.config import (
     Config,
     TaskOptions,
 )
-from raypod.plan.effect import IMAGE_KEYS, SHARD_KEYS
 from raypod.plan.plan import Plan, TaskFacts
 from raypod.system import sdk, torchvision_import
 from raypod.system.command_line import suggestion
@@ -49,7 +49,7 @@ def _hf(
     facts: Callable[[Config, bool], TaskFacts], name: str, options: Type[TaskOptions], keys: Tuple[str, ...] = ()
 ) -> _Entry:
     """Return a task for text of transformers."""
-    return _Entry(facts, "raypod.training.tasks.hf_text", name, options, hf_facts.DEFAULTS, ("training.model", *keys))
+    return _Entry(facts, "raypod.training.tasks.hf_tasks", name, options, hf_facts.DEFAULTS, ("training.model", *keys))
 
 
 _BY_NAME: Dict[str, _Entry] = {
@@ -70,7 +70,7 @@ _BY_NAME: Dict[str, _Entry] = {
     HF_TOKENS: _hf(hf_facts.labelled_facts, "HfTokenClassification", hf_facts.LabelledOptions),
     HF_IMAGES: _Entry(
         image_facts.facts,
-        "raypod.training.tasks.hf_images",
+        "raypod.training.tasks.hf_tasks",
         "HfImageClassification",
         hf_facts.ImageOptions,
         hf_facts.DEFAULTS,

@@ -9,8 +9,8 @@ from typing import Any, Dict, List
 
 import pytest
 
-from raypod.observe.dashboard import runs as module
-from raypod.observe.dashboard.runs import RunsFolder
+from raypod.observe.dashboard import command as module
+from raypod.observe.dashboard.command import RunsFolder
 from tests.support.dashboard_folders import Run
 
 

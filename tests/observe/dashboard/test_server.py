@@ -17,7 +17,7 @@ import pytest
 
 from raypod.__main__ import main
 from raypod.observe.dashboard import command
-from raypod.observe.dashboard.runs import RunsFolder
+from raypod.observe.dashboard.command import RunsFolder
 from raypod.observe.status.token_server import TokenServer
 from tests.support.bounded import wait_until
 from tests.support.browser import Page

@@ -9,7 +9,7 @@ import pytest
 
 from raypod.errors import ConfigError
 from raypod.observe.logs.sources import offset_of_tail, offset_since, parse_since
-from raypod.system.log_times import Mark
+from raypod.system.log_files import Mark
 
 
 @pytest.mark.parametrize(("text", "age_s"), [("90s", 90), ("10m", 600), ("1.5h", 5400), ("2d", 172800), ("0s", 0)])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from raypod.observe.status import registry
+from raypod.observe.status import endpoint
 
 
 @pytest.fixture(autouse=True)
 def own_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(registry.VARIABLE, str(tmp_path / "registry"))
+    monkeypatch.setenv(endpoint.VARIABLE, str(tmp_path / "registry"))

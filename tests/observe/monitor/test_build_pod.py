@@ -4,11 +4,10 @@ import dataclasses
 import json
 from typing import List
 
-from raypod.observe.monitor.build_pod import build_pod, collapsed, with_names
-from raypod.observe.monitor.live_run import with_log_lines
 from raypod.observe.monitor.log_lines import LastLines
-from raypod.observe.monitor.model import Device, HostFacts, Ipu, Usage, from_json, to_json
-from raypod.observe.monitor.rates import RateMeter
+from raypod.observe.monitor.model import Device, HostFacts, Ipu, RateMeter, Usage, from_json, to_json
+from raypod.observe.monitor.pod_source import build_pod, collapsed, with_names
+from raypod.observe.monitor.run_source import with_log_lines
 from raypod.system.files import strict_json
 from tests.support.monitor_models import instance, make_run, usage
 

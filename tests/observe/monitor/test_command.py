@@ -19,8 +19,8 @@ from typing import Any, Dict, Iterator, List
 import pytest
 
 from raypod.__main__ import main
-from raypod.observe.monitor.terminal import parse_keys
-from raypod.observe.status import registry
+from raypod.observe.monitor.live import parse_keys
+from raypod.observe.status import endpoint
 from raypod.observe.status.endpoint import snapshot_route
 from raypod.observe.status.token_server import TokenServer
 from tests.support import ROOT
@@ -32,14 +32,14 @@ LIMIT_S = 60
 @pytest.fixture(autouse=True)
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Yield the folder of a run that this process serves."""
-    monkeypatch.setenv(registry.VARIABLE, str(tmp_path / "registry"))
+    monkeypatch.setenv(endpoint.VARIABLE, str(tmp_path / "registry"))
     folder = tmp_path / "a-run"
     folder.mkdir()
     (folder / "plan.json").write_text("{}")
     state = snapshot(run_dir=str(folder))
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(TokenServer({"/status": snapshot_route(lambda: state)}))
-        stack.enter_context(registry.registered(folder, server.port, server.token))
+        stack.enter_context(endpoint.registered(folder, server.port, server.token))
         yield folder
 
 

@@ -9,12 +9,9 @@ from typing import Any, Callable, Dict
 
 import pytest
 
-from raypod.observe.monitor.build_pod import build_pod
-from raypod.observe.monitor.log_lines import LogTail
+from raypod.observe.monitor.log_lines import LogTail, RemoteLog
 from raypod.observe.monitor.model import HostFacts, Pod, Usage, to_json
-from raypod.observe.monitor.pod_source import PodSource
-from raypod.observe.monitor.remote_host import RemoteHost
-from raypod.observe.monitor.remote_log import RemoteLog
+from raypod.observe.monitor.pod_source import PodSource, RemoteHost, build_pod
 from raypod.plan.cluster import Cluster, Host, Ssh
 from raypod.runtime import ssh
 from raypod.system.files import strict_json
@@ -105,7 +102,7 @@ def test_a_passphrase_is_named(use_ssh: Any, tmp_path: Path, monkeypatch: pytest
 
 def test_a_host_that_becomes_silent_keeps_its_last_state(use_ssh: Any, tmp_path: Path, monkeypatch: Any) -> None:
     feed(tmp_path)
-    monkeypatch.setattr("raypod.observe.monitor.remote_host._SILENT_S", 0.3)
+    monkeypatch.setattr("raypod.observe.monitor.pod_source._SILENT_S", 0.3)
     use_ssh(f"cat {tmp_path}/feed.json; exec sleep 60")
     with PodSource(0.1, cluster=CLUSTER) as source:
         source.wait()

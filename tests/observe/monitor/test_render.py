@@ -6,10 +6,9 @@ from typing import Callable, List
 import pytest
 from rich.text import Text
 
-from raypod.observe.monitor.build_pod import build_pod
-from raypod.observe.monitor.model import EventLine, HostFacts, Pod, Usage
-from raypod.observe.monitor.render import plain, render
-from raypod.observe.monitor.screen import EVENTS, LOG, POD, RUN, Screen
+from raypod.observe.monitor.model import EVENTS, LOG, POD, RUN, EventLine, HostFacts, Pod, Screen, Usage
+from raypod.observe.monitor.pod_source import build_pod
+from raypod.observe.monitor.views import plain, render
 from tests.support.monitor_models import instance, make_run, usage
 
 LOG_LINES = [f"line {index} of the log, and so on and on and on and on" for index in range(100)]

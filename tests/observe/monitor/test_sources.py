@@ -13,16 +13,14 @@ from typing import Any, Dict, Iterator, List
 import pytest
 
 from raypod.cli import detached
-from raypod.observe.monitor import gc_monitor, live_run, style
-from raypod.observe.monitor.live_run import with_log_lines
+from raypod.observe.monitor import run_source, style, this_host
 from raypod.observe.monitor.log_lines import LastLines, LogTail
 from raypod.observe.monitor.model import Device, Run
-from raypod.observe.monitor.run_files import RunFiles
+from raypod.observe.monitor.run_source import RunFiles, with_log_lines
 from raypod.observe.monitor.this_host import ThisHost
-from raypod.observe.monitor.view_run import run_lines
-from raypod.observe.status import registry
-from raypod.observe.status.endpoint import snapshot_route
-from raypod.observe.status.registry import Entry
+from raypod.observe.monitor.views import run_lines
+from raypod.observe.status import endpoint
+from raypod.observe.status.endpoint import Entry, snapshot_route
 from raypod.observe.status.token_server import Query, Response, Route, TokenServer
 from raypod.runs import run_state
 from raypod.system.process import process_start_ticks
@@ -167,7 +165,7 @@ def test_damaged_files_do_not_matter(folder: Path, damage: str) -> None:
 @contextlib.contextmanager
 def serving(run_dir: Path, answer: Route) -> Iterator[None]:
     """A registered endpoint of this process."""
-    with TokenServer({"/status": answer}) as server, registry.registered(run_dir, server.port, server.token):
+    with TokenServer({"/status": answer}) as server, endpoint.registered(run_dir, server.port, server.token):
         yield
 
 
@@ -183,7 +181,7 @@ def test_a_run_is_followed_from_its_start_to_its_end(host: ThisHost, folder: Pat
         assert wait_until(lambda: bool(runs_of(host)), 20)
         (run,) = runs_of(host)
         assert (run.update, run.problem, run.instances[0].log_line) == (250, None, "last line")
-        assert run.user == live_run.user_name(os.getuid())  # not what the endpoint says
+        assert run.user == run_source.user_name(os.getuid())  # not what the endpoint says
     (run,) = runs_of(host)
     assert (run.state, run.update, run.samples_are) == ("interrupted", 2, "images")
 
@@ -191,7 +189,7 @@ def test_a_run_is_followed_from_its_start_to_its_end(host: ThisHost, folder: Pat
 def test_a_process_that_does_not_answer_is_shown_with_its_last_state(
     host: ThisHost, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_run, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(run_source, "TIMEOUT_S", 0.2)
     frozen, thawed = threading.Event(), threading.Event()
 
     def answer(query: Query) -> Response:
@@ -228,9 +226,9 @@ def test_an_endpoint_that_is_gone_or_refuses(folder: Path) -> None:
     with TokenServer({}) as server:
         ticks = process_start_ticks(os.getpid()) or 0
         entry = Entry(os.getpid(), ticks, os.getuid(), str(folder), server.port, "wrong")
-        with pytest.raises(live_run.http.client.HTTPException, match="401"):
-            live_run.ask(entry, 20.0)
-    following = live_run.LiveRun(entry, 0.1)
+        with pytest.raises(run_source.http.client.HTTPException, match="401"):
+            run_source.ask(entry, 20.0)
+    following = run_source.LiveRun(entry, 0.1)
     try:
         assert following.first_try.wait(20)
         assert "Connection refused" in str(following.current().problem)  # type: ignore[union-attr]
@@ -266,7 +264,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 
 def devices_of_tool(wait_s: float) -> Any:
-    tool = gc_monitor.GcMonitor()
+    tool = this_host.GcMonitor()
     tool.start()
     try:
         tool.wait(wait_s)
@@ -286,15 +284,15 @@ def test_gc_monitor_is_asked_where_it_is_installed(
 
 @pytest.mark.parametrize("script", ["exit 1", "echo no JSON", "exec sleep 60"])
 def test_a_gc_monitor_that_fails_or_hangs(processes: None, script: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(gc_monitor, "_TIMEOUT_S", 0.5 if "sleep" in script else 20.0)
+    monkeypatch.setattr(this_host, "_TIMEOUT_S", 0.5 if "sleep" in script else 20.0)
     install(tmp_path, monkeypatch, script)
-    assert gc_monitor.ask() is None
+    assert this_host.ask() is None
 
 
 def test_gc_monitor_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert devices_of_tool(1) is None
-    assert gc_monitor.parse({"id": -1, "x": [{"id": True}, {"id": math.inf}]}) == ()
+    assert this_host.parse({"id": -1, "x": [{"id": True}, {"id": math.inf}]}) == ()
 
 
 def test_a_run_folder_of_a_former_version_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from raypod.__main__ import main
 from raypod.observe.report import compare
-from raypod.observe.report.results import differing_settings, results_of
+from raypod.observe.report.run_data import differing_settings, results_of
 from tests.support.run_folders import update_record, write_lines, write_run
 
 

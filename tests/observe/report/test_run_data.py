@@ -13,15 +13,12 @@ from typing import Any, List
 import pytest
 
 from raypod.errors import ConfigError
-from raypod.observe.dashboard.runs import RunsFolder
-from raypod.observe.report.call_windows import CallWindows
-from raypod.observe.report.curves import MAX_ROWS
-from raypod.observe.report.decimation import Row, decimate
+from raypod.observe.dashboard.command import RunsFolder
+from raypod.observe.report.curves import MAX_ROWS, Row, decimate
 from raypod.observe.report.run_data import RunReader
-from raypod.observe.report.starts import Starts
-from raypod.observe.report.timeline import Timeline
-from raypod.runs import lease_file
-from raypod.runs.upload import local_copies
+from raypod.observe.report.timeline import CallWindows, Starts, Timeline
+from raypod.runs import lease
+from raypod.runs.upload import remote_run
 from raypod.system.files import strict_json
 from tests.support.run_folders import call_times, event, update_record, write_lines, write_run
 
@@ -171,7 +168,7 @@ def test_a_run_whose_coordinator_died_on_another_host_has_died_there_and_in_the_
     write_run(folder)
     state = {"pid": 1, "started_ticks": 0, "host": "elsewhere", "state": "running", "update": 9, "total_updates": 99}
     (folder / "state.json").write_text(json.dumps(state))
-    holder = dataclasses.replace(lease_file.this_process(), host="elsewhere")
+    holder = dataclasses.replace(lease.this_process(), host="elsewhere")
     file = folder / "lease-1.json"
     file.write_bytes(holder.content())
     reader, runs = RunReader(folder), RunsFolder(tmp_path)
@@ -180,13 +177,13 @@ def test_a_run_whose_coordinator_died_on_another_host_has_died_there_and_in_the_
     file.write_bytes(dataclasses.replace(holder, expires_after_s=0.0).content())
     reader.refresh()
     assert [reader.data()["state"], *(run["state"] for run in runs.list())] == ["died", "died"]
-    monkeypatch.setattr(lease_file, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(lease, "HEARTBEAT_S", 0.1)
     observed, waits = RunReader(folder), []  # type: ignore[var-annotated]
     observed.observe(waits.append)
     observed.refresh()
     assert (observed.data()["state"], len(waits)) == ("died", 1), "known after one look"
     file.unlink()
-    monkeypatch.setattr(local_copies, "is_copy", lambda folder: True)
+    monkeypatch.setattr(remote_run, "is_copy", lambda folder: True)
     copy = RunReader(folder)
     copy.refresh()
     assert copy.data()["state"] == "running", "the copy of a run on a store has no lease"

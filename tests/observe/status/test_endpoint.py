@@ -17,14 +17,14 @@ from raypod.errors import ConfigError, RunError
 from raypod.events import Event, UpdateDone
 from raypod.observe.status import endpoint
 from raypod.observe.status.endpoint import cached_route, served
-from raypod.observe.status.exposition import CONTENT_TYPE
+from raypod.observe.status.prometheus import CONTENT_TYPE
 from raypod.observe.status.token_server import Response, TokenServer, read_token
 from raypod.plan import layout
 from raypod.plan.layout import TOKEN_FILE
 from raypod.plan.plan import Plan
 from raypod.runs import run_state
 from raypod.runs.run_view import RunView
-from raypod.system import abort
+from raypod.system import signals
 
 INLINE = ["--fleet", "inline", "--device", "emulated"]
 FLAGS: Dict[str, Any] = {"fleet": "inline", "device": "emulated", "num_instances": 1, "replicas": 1, "batch_size": 64}
@@ -143,11 +143,11 @@ def test_the_token_is_removed_by_an_exception_and_by_an_abort(
     def leave(code: int) -> None:
         raise Exited
 
-    monkeypatch.setattr(abort.os, "_exit", leave)
+    monkeypatch.setattr(signals.os, "_exit", leave)
     state = run_state.StateFile(tmp_path, RunView(make()))
     with state, served({}, tmp_path, 0, state):
         with pytest.raises(Exited):
-            abort.abort(ConfigError("Ray hangs"))
+            signals.abort(ConfigError("Ray hangs"))
         assert not (tmp_path / TOKEN_FILE).exists()
         assert json.loads((tmp_path / layout.STATE).read_text())["status_port"] is None
 

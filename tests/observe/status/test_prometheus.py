@@ -12,18 +12,19 @@ import pytest
 
 from raypod import events
 from raypod.events import CallDone, CallTimes, HeartbeatReport, HostUsage, InstanceStarted, PhaseBegun, UpdateDone
-from raypod.observe.status.exposition import (
+from raypod.observe.status.prometheus import (
     CONTENT_TYPE,
     COUNTER,
     GAUGE,
     HISTOGRAM,
+    METRICS,
     NO_LABELS,
     Family,
     Labels,
     Sample,
     render,
+    scrape_response,
 )
-from raypod.observe.status.prometheus import METRICS, scrape_response
 from raypod.observe.status.run_status import RunStatus
 from raypod.plan.plan import Plan
 from raypod.runtime.workers.fleet import Beat

@@ -13,9 +13,8 @@ from typing import Any, List, Optional
 import pytest
 
 from raypod.plan import layout
-from raypod.runs.upload import mirror_record, run_files
-from raypod.runs.upload.mirrored_checkpoints import MirroredCheckpoints
-from raypod.runs.upload.mirrored_files import MirroredFiles
+from raypod.runs.upload import mirror_record, mirrored_files
+from raypod.runs.upload.mirrored_files import MirroredCheckpoints, MirroredFiles
 from raypod.runs.upload.remote_index import RemoteIndex
 from raypod.runs.upload.remote_run import RemoteRun
 from raypod.system.companion import write_state
@@ -146,9 +145,9 @@ def test_a_damaged_checkpoint_is_named_and_blocks_nothing(
 def test_a_file_that_cannot_be_read_is_named_and_blocks_nothing(
     run: Path, url: str, remote: Path, monkeypatch: pytest.MonkeyPatch, is_passing: bool
 ) -> None:
-    content, is_bad = run_files.Snapshot.content, True
+    content, is_bad = mirrored_files.Snapshot.content, True
 
-    def read(self: run_files.Snapshot) -> Any:
+    def read(self: mirrored_files.Snapshot) -> Any:
         if is_bad and self.reader().name.endswith("metrics.jsonl"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return content(self)
@@ -159,7 +158,7 @@ def test_a_file_that_cannot_be_read_is_named_and_blocks_nothing(
         assert mirror_record.read(run).error.endswith("Input/output error: 'metrics.jsonl'")
         is_bad = not is_passing
 
-    monkeypatch.setattr(run_files.Snapshot, "content", read)
+    monkeypatch.setattr(mirrored_files.Snapshot, "content", read)
     found = mirror(run, url, script=Script(lambda: save(run, 1), end))
     assert (found.is_complete, found.pending) == (is_passing, () if is_passing else ("metrics.jsonl",))
     missing = different_files(run, remote / "a run")
@@ -330,7 +329,7 @@ def test_a_file_that_changes_while_it_is_uploaded_is_uploaded_again(run: Path, u
     store = Store(f"{url}/a run")
     index = RemoteIndex(store, "run id", "writer", is_known=False)
     index.check()
-    snapshot = run_files.opened(run / "metrics.jsonl")
+    snapshot = mirrored_files.opened(run / "metrics.jsonl")
     assert snapshot is not None
     with contextlib.closing(snapshot):
         grow()

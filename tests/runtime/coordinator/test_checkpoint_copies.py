@@ -24,8 +24,8 @@ from raypod.runtime.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.runtime.workers.inline import InlineFleet
 from raypod.system import files
 from raypod.training.checkpoint import resume
-from raypod.training.checkpoint.copies import held_copies
 from raypod.training.checkpoint.format import Checkpoint
+from raypod.training.checkpoint.transfer import held_copies
 from tests.support.bounded import wait_until
 from tests.support.other_disks import DirectServer, Fault, Request, unchanged
 from tests.support.saved_runs import run as run_here

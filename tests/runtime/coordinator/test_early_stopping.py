@@ -14,7 +14,7 @@ from raypod.events import EvaluationDone, RunEnded, StoppedEarly
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import Plan
 from raypod.runs import run_folder
-from raypod.runs.lines import line_of
+from raypod.runs.metrics import line_of
 from raypod.runtime.coordinator.stop import early_stop, first_stop
 from raypod.runtime.workers.scripted import ScriptedFleet
 from raypod.system.files import strict_json

@@ -9,7 +9,7 @@ from typing import Any, List, Tuple
 import pytest
 
 from raypod.errors import Preempted
-from raypod.plan.run_section import RunSection
+from raypod.plan.sections import RunSection
 from raypod.runtime.coordinator import stop as stop_module
 from raypod.runtime.coordinator.stop import Stop, deadline_of, stop_on_signal
 from raypod.system import signals

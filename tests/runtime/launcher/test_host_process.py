@@ -13,7 +13,7 @@ from typing import Callable, Dict, Iterator, List, Tuple
 import psutil
 import pytest
 
-from raypod.runtime.launcher import output_pump
+from raypod.runtime.launcher import host_process
 from raypod.runtime.launcher.host_process import HostProcess
 from raypod.runtime.launcher.records import STDERR, STDOUT, HostReport, Program, ProgramEnd
 from raypod.system.process import cpus_of_node, parse_cpu_list
@@ -188,7 +188,7 @@ def test_programs_block_while_their_output_is_not_read(host: Callable[..., Host]
     found = host(python("import sys\nfor _ in range(40): sys.stderr.write('x' * 1_000_000)"))
     pump = found.process._pump
     assert pump is not None
-    assert wait_until(lambda: pump._bytes >= output_pump._MAX_BYTES)
+    assert wait_until(lambda: pump._bytes >= host_process._MAX_BYTES)
     report = found.process.read(5)
     assert sum(len(data) for _, _, data in report.chunks) < 10_000_000
     assert not report.ends

@@ -19,10 +19,8 @@ from raypod.launch import main
 from raypod.plan.cluster import Cluster, Host
 from raypod.plan.placement import Sizes, place
 from raypod.runtime.launcher import ray_hosts
-from raypod.runtime.launcher.mpi_arguments import parse_mpi_arguments
-from raypod.runtime.launcher.options import parse
-from raypod.runtime.launcher.partition import partition
-from raypod.runtime.launcher.programs import Programs
+from raypod.runtime.launcher.options import parse, parse_mpi_arguments
+from raypod.runtime.launcher.programs import Programs, partition
 from raypod.runtime.launcher.records import HostFacts
 from raypod.system.sdk import without_horovod
 from tests.support import ROOT

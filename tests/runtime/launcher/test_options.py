@@ -15,8 +15,7 @@ from raypod.launch import main, write_options
 from raypod.plan import tables
 from raypod.plan.cluster import LOCAL, Cluster, cluster_of, cluster_of_file, expand_hosts
 from raypod.plan.placement import Sizes, check_ilds, place
-from raypod.runtime.launcher.mpi_arguments import parse_mpi_arguments, without_values
-from raypod.runtime.launcher.options import OPTIONS, Request, export, parse
+from raypod.runtime.launcher.options import OPTIONS, Request, export, parse, parse_mpi_arguments, without_values
 
 TWO = ("--num-instances", "2", "--num-replicas", "2")
 

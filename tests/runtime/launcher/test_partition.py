@@ -1,4 +1,4 @@
-"""Tests of runtime/launcher/partition with a fake `vipu` tool, whose behaviour is inferred."""
+"""The V-IPU partition of a launch, with a fake `vipu` tool, whose behaviour is inferred."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from raypod.errors import ClusterError, RunError
 from raypod.plan.cluster import LOCAL
 from raypod.plan.placement import Sizes, place
 from raypod.runtime.launcher.options import parse
-from raypod.runtime.launcher.partition import partition
-from raypod.system.abort import abort
+from raypod.runtime.launcher.programs import partition
+from raypod.system.signals import abort
 from raypod.system.vipu import Controller, Vipu
 from tests.support.fake_vipu import FakeVipu
 

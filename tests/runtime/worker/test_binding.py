@@ -8,8 +8,8 @@ from typing import Callable, Dict, List, Tuple
 import pytest
 
 from raypod.plan.plan import Plan
-from raypod.runtime.worker import binding
-from raypod.runtime.worker.binding import take_cores
+from raypod.runtime.worker import environment
+from raypod.runtime.worker.environment import take_cores
 from raypod.system import cores
 
 AT_A_TIME, CPUS = "EMULATED_POD_REPLICAS_AT_A_TIME", "EMULATED_POD_REPLICA_CPUS"
@@ -24,7 +24,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
 
     def take(plan: Plan, index: int) -> Tuple[List[List[int]], Dict[str, str]]:
         bound: List[List[int]] = []
-        monkeypatch.setattr(binding, "bind_process", bound.append)
+        monkeypatch.setattr(environment, "bind_process", bound.append)
         for name in (AT_A_TIME, CPUS):
             monkeypatch.setenv(name, "inherited")
             monkeypatch.delenv(name)

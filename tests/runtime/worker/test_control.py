@@ -16,7 +16,7 @@ from _pod import telemetry
 from _pod.wires import Group
 
 from raypod.errors import CollectiveBroken, WaitTimedOut
-from raypod.plan.run_section import RunSection
+from raypod.plan.sections import RunSection
 from raypod.runtime.worker.control import IDLE, LOADING, RETRYING, Heartbeat, StopGate
 from raypod.runtime.workers.liveness import LastHeartbeat, find_suspects
 from tests.support.bounded import wait_until

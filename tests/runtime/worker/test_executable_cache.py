@@ -9,7 +9,7 @@ from typing import Any, Dict, Optional
 
 import pytest
 
-from raypod.runtime.worker import executable_cache
+from raypod.runtime.worker import devices
 from raypod.system.sdk import Sdk
 from raypod.training.models import program
 
@@ -40,7 +40,7 @@ def test_the_folder_is_of_this_user_and_host_unless_another_one_is_chosen(
     if inherited:
         monkeypatch.setenv("POPTORCH_CACHE_DIR", inherited)
     plan = make(pod=pod)
-    folder = executable_cache.folder_of(plan, Sdk(device, ""))
+    folder = devices.folder_of(plan, Sdk(device, ""))
     assert folder == (expected and expected.format(folder=tmp_path, host=socket.gethostname()))
     assert Path(tmp_path, "raypod").exists() is (folder is not None and folder.startswith(str(tmp_path)))
     for options in (program.training_options(plan, folder), program.inference_options(plan, folder)):
@@ -54,7 +54,7 @@ def test_a_folder_that_cannot_be_created_is_a_warning(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("POPTORCH_CACHE_DIR", raising=False)
     with pytest.warns(UserWarning, match=r"Not a directory\); choose a folder with --executable-cache-path"):
-        assert executable_cache.folder_of(make(), Sdk("ipu", "")) is None
+        assert devices.folder_of(make(), Sdk("ipu", "")) is None
 
 
 def compiles(folder: Path, processes: int) -> bool:
@@ -73,13 +73,13 @@ def compiles(folder: Path, processes: int) -> bool:
 def test_one_process_of_a_host_compiles_at_each_start(tmp_path: Path) -> None:
     for _ in range(3):
         for _ in range(2):  # the instances of this host
-            executable_cache.remove_stale_locks(str(tmp_path))
+            devices.remove_stale_locks(str(tmp_path))
         assert [compiles(tmp_path, processes=4) for _ in range(2)] == [True, False]
     with (tmp_path / NAME).open() as file:  # another run compiles
         fcntl.flock(file, fcntl.LOCK_EX)
-        executable_cache.remove_stale_locks(str(tmp_path))
+        devices.remove_stale_locks(str(tmp_path))
         assert (tmp_path / NAME).exists()
     (tmp_path / "poetry.lock").touch()  # of another program, in a folder that is not for executables alone
-    executable_cache.remove_stale_locks(str(tmp_path))
+    devices.remove_stale_locks(str(tmp_path))
     assert [path.name for path in tmp_path.glob("*.lock")] == ["poetry.lock"]
-    executable_cache.remove_stale_locks(None)
+    devices.remove_stale_locks(None)

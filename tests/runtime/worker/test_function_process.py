@@ -10,8 +10,8 @@ import cloudpickle  # type: ignore[import-untyped]
 import pytest
 
 from raypod.errors import ClusterError
+from raypod.runtime.worker.collectives import ProcessGroup
 from raypod.runtime.worker.function_process import FunctionProcess, Outcome, pack, unpack
-from raypod.runtime.worker.process_group import ProcessGroup
 
 
 class Unpicklable(Exception):

@@ -13,7 +13,7 @@ import pytest
 from raypod.plan.environment import horovod_identity
 from raypod.runtime.worker.collectives import horovod_proxy
 from raypod.runtime.worker.horovod_proxy import HorovodProxy
-from raypod.system.emulated import rendezvous as door
+from raypod.system.sdk import rendezvous as door
 
 
 @pytest.fixture

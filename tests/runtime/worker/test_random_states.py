@@ -13,8 +13,7 @@ import pytest
 from raypod import train
 from raypod.plan.plan import Plan
 from raypod.runtime.worker.instance import Instance
-from raypod.runtime.worker.random_states import RandomStates
-from raypod.runtime.worker.training_state import TrainingState
+from raypod.runtime.worker.training_state import RandomStates, TrainingState
 from raypod.training.checkpoint.tensors import read_nested
 
 LARGEST_SEED = (1 << 64) - 1

@@ -11,7 +11,7 @@ from torch import nn
 from raypod.errors import ConfigError
 from raypod.plan.learning_rate import learning_rate
 from raypod.plan.plan import Plan
-from raypod.runtime.worker.rate import ScheduledRate
+from raypod.runtime.worker.replica_model import ScheduledRate
 from raypod.training.models import optimizers
 
 

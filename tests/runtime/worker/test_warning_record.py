@@ -8,7 +8,7 @@ from typing import Any, Iterator
 
 import pytest
 
-from raypod.runtime.worker.warning_record import WarningRecord
+from raypod.runtime.worker.process import WarningRecord
 
 SDK = logging.getLogger("poptorch::python")
 

@@ -8,8 +8,8 @@ from typing import Callable
 import pytest
 
 from raypod.plan.plan import Plan
-from raypod.runtime.workers import death_cause
-from raypod.runtime.workers.death_cause import death_reason, exception_in
+from raypod.runtime.workers import ray_wait
+from raypod.runtime.workers.ray_wait import death_reason, exception_in
 from tests.support.scripted_ray import Ref, ScriptedRay, WorkerCrashed, node
 
 OF_RAY = (
@@ -88,18 +88,18 @@ def test_a_process_that_ended_without_a_message_is_described_in_plain_words(rest
 def test_a_known_cause_replaces_what_ray_supposes(
     monkeypatch: pytest.MonkeyPatch, make: Callable[..., Plan], exception: str, cause: str
 ) -> None:
-    monkeypatch.setattr(death_cause, "exception_in", lambda log_file, header: exception)
+    monkeypatch.setattr(ray_wait, "exception_in", lambda log_file, header: exception)
     detail = "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file."
     error = f"The actor died unexpectedly before finishing this task.\n\tpid: 7\n{detail}"
-    assert death_cause.death_causes(ScriptedRay(monkeypatch), make(), {1: error}) == {1: cause}
+    assert ray_wait.death_causes(ScriptedRay(monkeypatch), make(), {1: error}) == {1: cause}
 
 
 def test_a_host_on_which_no_process_starts_is_named(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Plan]) -> None:
-    monkeypatch.setattr(death_cause, "exception_in", lambda log_file, header: None)
-    monkeypatch.setattr(death_cause, "node_affinity", lambda node: {"node": node["NodeID"]})
+    monkeypatch.setattr(ray_wait, "exception_in", lambda log_file, header: None)
+    monkeypatch.setattr(ray_wait, "node_affinity", lambda node: {"node": node["NodeID"]})
     ray = ScriptedRay(monkeypatch, node("10.0.0.12"))
     ray.start = lambda options, *arguments: Ref(WorkerCrashed())
     detail = "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file."
     error = f"The actor died unexpectedly before finishing this task.\n\tpid: 7\n\tip: 10.0.0.12\n{detail}"
     cause = "it crashed (the next process that Ray started there ended, too: is a disk of that host full?)"
-    assert death_cause.death_causes(ray, make(), {1: error}) == {1: f"its process died: {cause}"}
+    assert ray_wait.death_causes(ray, make(), {1: error}) == {1: f"its process died: {cause}"}

@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Optional
 import pytest
 
 from raypod.events import HeartbeatReport
-from raypod.plan.run_section import RunSection
+from raypod.plan.sections import RunSection
 from raypod.runtime.worker.control import ATTACHING, IDLE, LOADING, RETRYING, SNAPSHOT
 from raypod.runtime.workers.liveness import BUSY_FACTOR, LastHeartbeat, Suspect, find_suspects, find_unreleased
 

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import pytest
 
-from raypod.observe.status.exposition import COUNTER, GAUGE, HISTOGRAM, NO_LABELS, Family, Labels, Sample
+from raypod.observe.status.prometheus import COUNTER, GAUGE, HISTOGRAM, NO_LABELS, Family, Labels, Sample
 from raypod.runtime.workers.ray_metrics import RayMetrics
 from tests.support.bounded import wait_until
 

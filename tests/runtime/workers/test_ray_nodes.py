@@ -20,10 +20,10 @@ from raypod.plan.elastic import Room
 from raypod.plan.placement import Placement, Sizes, place
 from raypod.plan.plan import DatasetSize, Plan, TaskFacts, make_plan
 from raypod.plan.resolve import from_values
-from raypod.runtime.workers import ray_cluster_file, ray_nodes, ray_room
+from raypod.runtime.workers import ray_cluster_file, ray_nodes, ray_reservation
 from raypod.runtime.workers.ray_cluster_file import cluster_of_nodes
 from raypod.runtime.workers.ray_nodes import draining_hosts, draining_nodes, match_hosts, peers_of, wait_for_nodes
-from raypod.runtime.workers.ray_room import HostRoom
+from raypod.runtime.workers.ray_reservation import HostRoom
 from tests.support.scripted_ray import NEVER, RayError, Ref, ScriptedRay, node
 
 
@@ -36,9 +36,9 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> ScriptedRay:
 def draining(monkeypatch: pytest.MonkeyPatch) -> Set[str]:
     """The ids of the nodes that Ray drains."""
     found: Set[str] = set()
-    monkeypatch.setattr(ray_room, "draining_nodes", lambda: found)
+    monkeypatch.setattr(ray_reservation, "draining_nodes", lambda: found)
     monkeypatch.setattr(ray_nodes, "draining_nodes", lambda: found)
-    monkeypatch.setattr(ray_room, "node_affinity", lambda node: {"node": node["NodeID"]})
+    monkeypatch.setattr(ray_reservation, "node_affinity", lambda node: {"node": node["NodeID"]})
     return found
 
 

@@ -20,7 +20,7 @@ import pytest
 from raypod.errors import ClusterError, RunError
 from raypod.plan.cluster import LOCAL, Cluster, Host
 from raypod.plan.placement import Sizes, place
-from raypod.runtime.workers import gcs, ray_admission, ray_folder, ray_processes, ray_server, ray_session
+from raypod.runtime.workers import gcs, ray_admission, ray_processes, ray_server, ray_session
 from raypod.runtime.workers.ray_server import RayServer, serve_here, serve_on
 from raypod.runtime.workers.ray_session import HeadWatch, RaySession
 from tests.support.bounded import COMMAND_S
@@ -137,7 +137,7 @@ def test_a_local_session_uses_a_folder_of_this_user_alone(
     used = []
     ray.during = lambda: used.append(os.environ["RAY_TMPDIR"])
     own = tmp_path / f"raypod-{os.getuid()}"
-    monkeypatch.setattr(ray_folder, "_MAX_SOCKET_BYTES", 1000)
+    monkeypatch.setattr(ray_session, "_MAX_SOCKET_BYTES", 1000)
     for given in (tmp_path / "new", tmp_path):
         tmp_path.chmod(0o1777)
         monkeypatch.setenv("RAY_TMPDIR", str(given))
@@ -177,7 +177,7 @@ def test_a_folder_that_is_too_long_for_a_socket_is_an_error_before_ray_starts(
     ray: FakeRay, unopened: RaySession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 107 - len(f"/ray/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store")
-    monkeypatch.setattr(ray_folder, "make_private", lambda folder: None)
+    monkeypatch.setattr(ray_session, "make_private", lambda folder: None)
     monkeypatch.setenv("RAY_TMPDIR", "/" + "a" * (most - 1))
     unopened.open()
     unopened.close()

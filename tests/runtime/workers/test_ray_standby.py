@@ -7,8 +7,8 @@ from typing import Any, Dict, List, Optional
 
 import pytest
 
-from raypod.runtime.workers import ray_standby
-from raypod.runtime.workers.ray_standby import Standbys
+from raypod.runtime.workers import ray_replace
+from raypod.runtime.workers.ray_replace import Standbys
 from tests.support.scripted_ray import NEVER, ActorDied, Ref, ScriptedActor, ScriptedRay, TaskError, node
 
 NODES = [node("a"), node("b")]
@@ -18,7 +18,7 @@ class Scene:
     """Two standbys on each of two hosts; `prepared` and `begun` hold the result of each actor, in starting order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, prepared: Dict[int, Ref], begun: Dict[int, Ref]) -> None:
-        monkeypatch.setattr(ray_standby, "node_affinity", lambda node: {"node": node["NodeID"]})
+        monkeypatch.setattr(ray_replace, "node_affinity", lambda node: {"node": node["NodeID"]})
         self.ray = ScriptedRay(monkeypatch, *NODES)
         self.prepared, self.begun = prepared, begun
         self.started: List[str] = []
@@ -68,7 +68,7 @@ def test_the_first_prepared_one_is_taken_and_none_that_is_not_prepared_in_time(m
     assert scene.take(0, "a") == 0
     assert scene.take(1, "b") == 3
     assert scene.take(1, "b") is None
-    assert scene.ray.now_s == 1004.0 + ray_standby._WITHIN_S
+    assert scene.ray.now_s == 1004.0 + ray_replace._WITHIN_S
     assert not scene.ray.killed  # it is still being prepared
     assert scene.lines == ["a standby on host-b cannot be used for instance 1: not prepared within 5 s"]
 

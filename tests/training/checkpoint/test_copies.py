@@ -14,11 +14,11 @@ import pytest
 from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.runs import run_state
-from raypod.runtime.coordinator import copy_sender
-from raypod.training.checkpoint import copies, resume, transfer
-from raypod.training.checkpoint.copies import CopyReceiver, copy_hosts, held_copies
+from raypod.runtime.coordinator import checkpoint_copies
+from raypod.training.checkpoint import resume, transfer
 from raypod.training.checkpoint.format import Checkpoint
 from raypod.training.checkpoint.storage import checkpoints_folder
+from raypod.training.checkpoint.transfer import CopyReceiver, copy_hosts, held_copies
 from tests.support.faulty_disks import FaultyDisk, Killed
 from tests.support.other_disks import DirectServer, Fault, Request, unchanged
 from tests.support.saved_runs import contents, save
@@ -68,8 +68,8 @@ def saved(plan: Plan, update: int, generation: int = 1) -> Checkpoint:
 
 def send(checkpoint: Checkpoint, receiver: CopyReceiver, fault: Fault = unchanged) -> DirectServer:
     server = DirectServer(receiver, fault)
-    with copy_sender.opened(checkpoint.path.parent.parent, checkpoint.path) as source:
-        copy_sender.send(server, source, RUN, 60, lambda: False)
+    with checkpoint_copies.opened(checkpoint.path.parent.parent, checkpoint.path) as source:
+        checkpoint_copies.send(server, source, RUN, 60, lambda: False)
     return server
 
 
@@ -202,4 +202,4 @@ def test_only_files_of_a_run_are_written(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="no file of a run folder"):
             receiver.write_file(name, b"")
     receiver.discard()
-    assert copies.copy_name((1, 4)) == "000001-00000004"
+    assert transfer.copy_name((1, 4)) == "000001-00000004"

@@ -12,7 +12,7 @@ import xxhash
 
 from raypod.errors import CheckpointDamaged
 from raypod.plan.plan import Plan
-from raypod.training.checkpoint import digest, resume, storage
+from raypod.training.checkpoint import format, resume, storage
 from raypod.training.checkpoint.format import FileRecord, Manifest, manifest_from_json
 from raypod.training.checkpoint.storage import checkpoints_folder
 from tests.support.saved_runs import flip_a_bit, save
@@ -23,7 +23,7 @@ WEIGHTS = "weights.safetensors"
 
 @pytest.fixture
 def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "LARGE_BYTES", 1)
+    monkeypatch.setattr(format, "LARGE_BYTES", 1)
 
 
 @pytest.mark.parametrize("is_large", [False, True], ids=["sha256sum", "xxh128sum"])
@@ -31,7 +31,7 @@ def test_the_hash_is_that_of_a_common_command(make: Make, monkeypatch: pytest.Mo
     algorithm, of = ("xxh3_128", xxhash.xxh3_128) if is_large else ("sha256", hashlib.sha256)
     saved = save(make(), 44)
     size_bytes = min(record.size_bytes for record in saved.manifest.files.values())
-    monkeypatch.setattr(digest, "LARGE_BYTES", size_bytes if is_large else 1 << 20)
+    monkeypatch.setattr(format, "LARGE_BYTES", size_bytes if is_large else 1 << 20)
     path = save(make(), 44).path
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["format"] == (2 if is_large else 1)
@@ -88,6 +88,6 @@ def test_an_unreadable_file_is_damaged(make: Make, monkeypatch: pytest.MonkeyPat
     def fail(path: Path, algorithm: str) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(digest, "digest_of_file", fail)
+    monkeypatch.setattr(format, "digest_of_file", fail)
     with pytest.raises(CheckpointDamaged, match=f"{WEIGHTS}.*Input/output error"):
         storage.verify(saved)

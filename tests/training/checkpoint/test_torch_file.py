@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from raypod.training.checkpoint import torch_file
+from raypod.training.checkpoint import initial_weights
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool)
 
@@ -32,7 +32,7 @@ def test_the_content_is_that_of_torch_load(tmp_path: Path) -> None:
         "parameters": OrderedDict(network.named_parameters()),
         "values": {"epoch": 3, "rate": 0.1, "name": "a", "betas": (0.9, 0.99), "none": None, "shape": base.shape},
     }
-    found = torch_file.read(_saved(tmp_path / "a.pt", content))
+    found = initial_weights.read(_saved(tmp_path / "a.pt", content))
     expected = torch.load(str(tmp_path / "a.pt"), weights_only=True)
     for name in ("dtypes", "views"):
         assert [each.dtype for each in found[name]] == [each.dtype for each in expected[name]]
@@ -63,7 +63,7 @@ class _Call:
 def test_a_file_that_calls_anything_else_is_refused(function: Any, tmp_path: Path) -> None:
     path = _with(tmp_path / "a.pt", pickle.dumps(_Call(function, "1"), protocol=2))
     with pytest.raises(pickle.UnpicklingError, match="it refers to"):
-        torch_file.read(path)
+        initial_weights.read(path)
 
 
 def test_a_tensor_cannot_reach_beyond_its_storage(tmp_path: Path) -> None:
@@ -74,13 +74,13 @@ def test_a_tensor_cannot_reach_beyond_its_storage(tmp_path: Path) -> None:
     size = data.index(b"K\x04\x85")  # the tuple (4,)
     damaged = data[:size] + b"K\x7f\x85" + data[size + 3 :]
     with pytest.raises(pickle.UnpicklingError, match="RuntimeError"):
-        torch_file.read(_with(tmp_path / "b.pt", damaged, b"\0" * 16))
+        initial_weights.read(_with(tmp_path / "b.pt", damaged, b"\0" * 16))
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip", pickle.dumps(1)])
 def test_damaged_files_and_those_before_torch_1_6_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(content)
     with pytest.raises(pickle.UnpicklingError, match="zip"):
-        torch_file.read(tmp_path / "a.pt")
+        initial_weights.read(tmp_path / "a.pt")
     with pytest.raises(pickle.UnpicklingError, match="zip"):
-        torch_file.read(_saved(tmp_path / "old.pt", {"a": torch.zeros(1)}, _use_new_zipfile_serialization=False))
+        initial_weights.read(_saved(tmp_path / "old.pt", {"a": torch.zeros(1)}, _use_new_zipfile_serialization=False))

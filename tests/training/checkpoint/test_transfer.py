@@ -11,7 +11,7 @@ import torch
 
 from raypod.errors import CheckpointDamaged
 from raypod.plan.plan import Plan
-from raypod.training.checkpoint import digest, resume, transfer, writer
+from raypod.training.checkpoint import format, resume, transfer, writer
 from raypod.training.checkpoint.format import Retention
 from raypod.training.checkpoint.resume import manifest_of
 from raypod.training.checkpoint.storage import checkpoint_path, checkpoints_folder, list_checkpoints
@@ -31,7 +31,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["sha256", "xxh3_128"])
 def algorithm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each hash of a checkpoint's files in turn."""
-    monkeypatch.setattr(digest, "LARGE_BYTES", 1 << 30 if request.param == "sha256" else 1)
+    monkeypatch.setattr(format, "LARGE_BYTES", 1 << 30 if request.param == "sha256" else 1)
     return str(request.param)
 
 

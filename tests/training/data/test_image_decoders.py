@@ -20,8 +20,8 @@ from raypod.training import data as datasets
 from raypod.training.checkpoint import resume
 from raypod.training.data import image_decoders
 from raypod.training.data.image_decoders import preparation
-from raypod.training.data.image_reader import ImageReader
 from raypod.training.data.loading import SeededSamples
+from raypod.training.tasks.image_classification import ImageReader
 from tests.support import image_folders
 
 simplejpeg: Any = pytest.importorskip("simplejpeg", reason="the extra raypod[jpeg] is not installed")

@@ -21,8 +21,8 @@ from raypod.plan.tables import render, render_brief
 from raypod.training import data as datasets
 from raypod.training.data import packing
 from raypod.training.data.image_files import SUFFIXES
-from raypod.training.data.image_reader import image_files
 from raypod.training.data.loading import SeededSamples
+from raypod.training.tasks.image_classification import image_files
 from tests.support import image_folders
 from tests.support.image_folders import config
 

@@ -19,8 +19,7 @@ from raypod.plan.plan import Plan
 from raypod.plan.resolve import from_values
 from raypod.training import data as datasets
 from raypod.training.data.feed import Feed
-from raypod.training.data.images import ImageSource
-from raypod.training.data.mixing import Mixed, Mixing, pair_words, weighted_labels
+from raypod.training.data.images import ImageSource, Mixed, Mixing, pair_words, weighted_labels
 from raypod.training.tasks.image_classification import ImageClassification
 
 CUTMIX = {"cutmix_lambda_low": 0.25, "cutmix_lambda_high": 0.75, "cutmix_disable_prob": 0.3}

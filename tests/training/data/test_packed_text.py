@@ -157,7 +157,7 @@ def test_a_sequence_is_predicted_as_if_it_were_alone() -> None:
     expected = losses.sum() / (labels >= 0).sum()
     loss, _ = task.training_outputs(network, tokens, labels, segments, places, segments[:, 0])
     torch.testing.assert_close(loss, expected)
-    from raypod.training.models.serialization import mean_loss  # imports the SDK
+    from raypod.training.models.program import mean_loss  # imports the SDK
 
     torch.testing.assert_close(mean_loss(logits, labels.long(), 5, (labels >= 0).sum()), expected)
 

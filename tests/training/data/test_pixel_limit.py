@@ -13,8 +13,8 @@ from PIL import Image
 
 from raypod.errors import ConfigError
 from raypod.training import data as datasets
-from raypod.training.data.image_reader import ImageReader
 from raypod.training.data.pixels import open_image
+from raypod.training.tasks.image_classification import ImageReader
 from tests.support import image_folders
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from raypod.plan.config import Config
 from raypod.plan.tables import render
 from raypod.training import data as datasets
-from raypod.training.data.image_reader import ImageReader
+from raypod.training.tasks.image_classification import ImageReader
 from tests.support import image_folders
 
 SIDE = 28  # Resize to 32 and a crop of 28: images of 32 pixels are cropped only

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 import poptorch
@@ -16,20 +17,30 @@ from torch import nn
 
 from raypod.api import planning
 from raypod.errors import ConfigError
+from raypod.plan.cluster import LOCAL
 from raypod.plan.config import Config
-from raypod.plan.plan import Plan
+from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
-from raypod.plan.stages import stages_of
+from raypod.plan.values import stages_of
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.inline import InlineFleet
 from raypod.training.models import pipeline, program
-from raypod.training.models.memory_balance import splits_by_memory
-from raypod.training.models.memory_bars import render_memory
+from raypod.training.models.memory_balance import render_memory, splits_by_memory
 from raypod.training.models.pipeline import Unit
 from raypod.training.models.pipeline_table import Pipeline, describe_pipeline, inspect_pipeline, render_pipeline
-from raypod.training.tasks.registry import task_of
+from raypod.training.tasks.registry import facts_of, task_of
 from tests.support.saved_runs import weights_of
+
+LARGE_DATA = """
+import torch
+class Data:
+    def __init__(self, samples): self.images = torch.ones(samples, 1, 8, 8)
+    def __len__(self): return len(self.images)
+    def __getitem__(self, index): return self.images[index], index % 2
+def data(folder):
+    return Data(230_000), Data(4_375), 2  # 60 MB
+"""
 
 
 def config(model: str, ipus: int, **training: object) -> Config:
@@ -344,11 +355,29 @@ def test_the_memory_of_a_host_for_snapshots_is_two_copies_of_weights_and_optimiz
     assert size(optimizer="adamw") == weights + 2 * state
 
 
-def test_the_memory_of_a_host_for_standbys_is_that_of_a_process_with_torch_for_each(make: Any) -> None:
-    plan = make(run={"standby": 2})
-    size: int = planning.describe_with_pipeline(plan)["memory"]["standby_bytes_per_host"]
-    assert 2 * 100e6 < size < 2 * 2e9
-    assert " MB of each host for the standbys (" in planning.render_with_pipeline(plan)
+def test_the_memory_of_a_host_for_standbys_is_that_of_a_forked_process_and_its_data_for_each(
+    tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown(plan: Plan) -> Tuple[Optional[int], str]:
+        size = planning.describe_with_pipeline(plan)["memory"]["standby_bytes_per_host"]
+        return size, planning.render_with_pipeline(plan)
+
+    (tmp_path / "large_data.py").write_text(LARGE_DATA)
+    monkeypatch.syspath_prepend(tmp_path)
+    for standby, data, expected in (
+        (1, {}, 100_000_000),
+        (2, {}, 200_000_000),
+        (2, {"dataset": "large_data:data"}, 2 * (100_000_000 + 60_000_000)),
+    ):
+        size, text = shown(make(run={"standby": standby}, data=data))
+        assert size == expected
+        assert f"  {expected // 10**6} MB of each host for the standbys ({expected} bytes, an estimate)" in text
+    large_model = make(run={"standby": 1}, training={"model": "resnet18"})  # which a standby has not built
+    assert shown(large_model)[0] == 100_000_000
+    missing = from_values({"run": {"standby": 1}, "data": {"dataset": "cifar10", "data_dir": str(tmp_path)}})
+    size, text = shown(make_plan(missing, LOCAL, facts_of(missing, is_dry=True), str(tmp_path)))
+    assert size is None
+    assert text.endswith("no estimate for the standbys: their data is not on this host")
 
 
 def test_activations_are_those_of_the_plans_micro_batch(make: Any) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from raypod.errors import ConfigError
 from raypod.plan.plan import Plan
 from raypod.runtime.worker import devices
-from raypod.training.models import program, sdk_options
+from raypod.training.models import program
 from raypod.training.tasks.registry import task_of
 
 Make = Callable[..., Plan]
@@ -115,7 +115,7 @@ def test_checkpoints_of_the_recomputation_are_the_outputs_of_modules_in_training
     network.eval()(torch.ones(2, 3))
     assert len(kept) == 2
     with pytest.raises(ConfigError, match="innr matches no module of the network; there are .*inner"):
-        sdk_options.keep_outputs(network, ["*.innr"])
+        program.keep_outputs(network, ["*.innr"])
 
 
 class OneInATuple(nn.Linear):

@@ -10,7 +10,7 @@ import torch
 
 from raypod.api.planning import plan_from
 from raypod.errors import ConfigError
-from raypod.training.models import serialization
+from raypod.training.models import program
 from raypod.training.models.decoder import SIZES, Decoder
 from raypod.training.models.pipeline_table import inspect_pipeline
 from raypod.training.tasks.registry import facts_of, task_of
@@ -32,7 +32,7 @@ def test_an_embedding_and_an_output_layer_in_parts_have_the_bits_of_whole_ones()
     results = []
     for parts in (1, 4):
         network = decoder(parts=parts)
-        serialization.split_products(network)
+        program.split_products(network)
         logits = network(tokens)
         logits.square().sum().backward()
         gradients = [network.embedding.tokens.weight.grad, network.head.weight.grad]
@@ -52,7 +52,7 @@ def test_the_output_layer_is_a_serialized_product_on_the_device(monkeypatch: pyt
 
     monkeypatch.setattr(poptorch, "serializedMatMul", product)
     network = decoder(parts=4)
-    serialization.split_products(network)
+    program.split_products(network)
     network(torch.zeros(1, 16, dtype=torch.int32))
     assert calls == [(4, poptorch.MatMulSerializationMode.OutputChannels, (128, 96))]
 
@@ -70,8 +70,8 @@ def test_tied_embeddings_are_one_parameter_with_weight_decay() -> None:
 
 def test_the_loss_in_parts_is_the_mean_over_all_tokens() -> None:
     logits, targets = torch.randn(2, 10, 7), torch.randint(0, 7, (2, 10))
-    whole = serialization.mean_loss(logits, targets, None)
-    torch.testing.assert_close(serialization.mean_loss(logits, targets, 4), whole)
+    whole = program.mean_loss(logits, targets, None)
+    torch.testing.assert_close(program.mean_loss(logits, targets, 4), whole)
 
 
 def test_generated_windows_are_random_tokens_of_the_seed() -> None:

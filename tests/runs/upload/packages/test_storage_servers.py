@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
 from pathlib import Path
-from typing import Any, Iterator, List
+from typing import Any, Iterator, List, Optional, Tuple
 
 import pytest
 
@@ -249,3 +251,45 @@ def test_an_object_in_parts_is_verified_by_its_checksum(s3: Place, monkeypatch: 
     monkeypatch.setattr(Store, "_chunks", no_reading)
     Store(s3.url).write_bytes("large", bytes(1 << 20) * 17 + b"1")  # two parts of 8 MiB and one more
     Store(s3.url).write_bytes("small", b"1")
+
+
+def test_a_file_is_read_in_one_request_and_to_its_end_after_a_lost_connection(
+    s3: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import s3fs
+
+    data, proxy, call = os.urandom(20_000_000), s3.proxy, s3fs.S3FileSystem._call_s3
+    assert proxy is not None
+    Store(s3.url).write_bytes("large", data)
+    Store(s3.url).write_bytes("empty", b"")
+    requests: List[Tuple[str, Optional[str]]] = []
+
+    async def observed(self: Any, method: str, *parts: Any, **options: Any) -> Any:
+        requests.append((method, options.get("Range")))
+        return await call(self, method, *parts, **options)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", observed)
+    store, target = Store(s3.url), tmp_path / "target"
+    store.download("large", target, len(data) + 1)
+    assert target.read_bytes() == data
+    assert store.read("large", 1000) == data[:1000]
+    assert store.read("empty") == b""
+    assert store.read("missing") is None
+    assert requests == [("get_object", None)] * 4
+
+    def lose() -> None:
+        assert wait_until(lambda: target.stat().st_size > 0)
+        proxy.cut()
+        proxy.mend()
+
+    target.unlink()
+    target.touch()
+    proxy.bytes_per_s = 20e6
+    losing = threading.Thread(target=lose)
+    losing.start()
+    store.download("large", target, len(data) - 1)
+    losing.join()
+    assert target.read_bytes() == data[:-1]
+    ranges = [part for method, part in requests if method == "get_object" and part]
+    assert ranges
+    assert not ranges[0].startswith("bytes=0-"), "what had arrived is not read again"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from raypod.system.emulated import activation
+from raypod.system.sdk import activation
 
 _HAS_HOROVOD = PathFinder.find_spec("horovod", activation.path_without()) is not None
 

@@ -1,4 +1,4 @@
-"""Models of transformers for text: causal and masked language models, classification of sequences and of tokens."""
+"""Tasks with models of transformers: language models, classification of sequences, tokens and images."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from raypod.errors import ConfigError
 from raypod.plan.config import Config
 from raypod.training.data import corpus
 from raypod.training.data.hf_folder import HfFolder
+from raypod.training.data.images import input_shape
 from raypod.training.data.labelled_text import SEQUENCES, texts_in
 from raypod.training.data.samples import Arrays, SampleSource
 from raypod.training.data.source import Batch, Source
@@ -20,7 +21,15 @@ from raypod.training.data.text import IGNORED, MaskedSource, TextSource, Windows
 from raypod.training.models import hf_models
 from raypod.training.models.predictions import most_probable
 from raypod.training.tasks.classification import classification_details
-from raypod.training.tasks.hf_facts import LabelledOptions, MaskedOptions, WindowOptions, examples_of, packed_text_of
+from raypod.training.tasks.hf_facts import (
+    ImageOptions,
+    LabelledOptions,
+    MaskedOptions,
+    WindowOptions,
+    examples_of,
+    packed_text_of,
+)
+from raypod.training.tasks.image_classification import ImageClassification
 from raypod.training.tasks.language_facts import pieces_of
 from raypod.training.tasks.language_model import LanguageModel
 from raypod.training.tasks.task import Predicted, Ratios, Task
@@ -238,3 +247,26 @@ def _token_ratios(logits: torch.Tensor, labels: torch.Tensor) -> Ratios:
     losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=IGNORED)
     count = (targets != IGNORED).sum(dim=1)
     return {"loss": (losses.sum(dim=1), count), "accuracy": ((logits.argmax(dim=2) == targets).sum(dim=1), count)}
+
+
+class HfImageClassification(ImageClassification):
+    """Classifies the images of `--dataset`; batches as those of `ImageClassification`."""
+
+    Options = ImageOptions
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.folder = HfFolder(config)
+
+    def network(self, first_batch: Batch) -> nn.Module:
+        """See `Task.network`."""
+        channels, _ = input_shape(self.config, first_batch[0])
+        expected = self.folder.config.get("num_channels", channels)
+        if expected != channels:
+            raise ConfigError(f"--model {self.config.training.model} has {expected} channels, the images {channels}")
+        return hf_models.build(self.config.task.name, self.folder, self.options.from_scratch, self.class_names())
+
+    def logits(self, network: Any, images: Any) -> torch.Tensor:
+        """See `ImageClassification.logits`."""
+        found: torch.Tensor = network(images).logits
+        return found
