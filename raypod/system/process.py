@@ -116,6 +116,8 @@ def _allocates_from_heap() -> bool:
     if not hasattr(library, "mallopt"):
         return True  # not glibc: there is no choice
     address = _allocated(library, 2 * _SMALL_BYTES)
+    if not address:
+        return True  # out of memory
     size = ctypes.c_size_t.from_address(address - ctypes.sizeof(ctypes.c_size_t)).value
     library.free(ctypes.c_void_p(address))
     return not size & _NOT_OF_HEAP
