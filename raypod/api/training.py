@@ -39,7 +39,7 @@ from raypod.observe.status import prometheus
 from raypod.observe.status.endpoint import cached_route, served, snapshot_route
 from raypod.observe.status.run_status import RunStatus
 from raypod.observe.status.token_server import check_port
-from raypod.observe.trackers.processes import TrackerProcesses
+from raypod.observe.trackers.companions import TrackerProcesses
 from raypod.plan import layout
 from raypod.plan.plan import Plan, rounding_of, window_of
 from raypod.plan.tables import topology_summary

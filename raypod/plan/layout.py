@@ -57,7 +57,7 @@ TABLE = (
     RunFile(LOGS, "runs/run_folder"),
     RunFile(TENSORBOARD, "runs/sinks"),
     RunFile(MEDIA, "runs/media"),
-    RunFile(TRACKERS, "observe/trackers/processes"),
+    RunFile(TRACKERS, "observe/trackers/companions"),
 )
 MIRRORED_FOLDERS = (LOGS, TENSORBOARD, MEDIA)  # as a whole; checkpoints are mirrored one by one
 

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict
 import pytest
 
 from raypod.observe.status.launch_status import LaunchFile
-from raypod.observe.trackers.processes import TrackerRecord
+from raypod.observe.trackers.companions import TrackerRecord
 from raypod.runs import run_state
 from raypod.runs.run_view import RunView
 from raypod.runs.upload.mirror_record import MirrorRecord

@@ -14,9 +14,9 @@ from raypod import train
 from raypod.api.fit import plan_of
 from raypod.errors import ConfigError
 from raypod.events import EvaluationDone, PhaseBegun, RunEnded, RunStarted, UpdateDone
-from raypod.observe.trackers import process, processes
-from raypod.observe.trackers.process import Follower
-from raypod.observe.trackers.processes import TrackerProcesses
+from raypod.observe.trackers import companions, process
+from raypod.observe.trackers.companions import TrackerProcesses
+from raypod.observe.trackers.follower import Follower
 from raypod.observe.trackers.tracker import Point, RunFacts, Steps
 from raypod.runs import run_folder
 from raypod.runs.metrics import line_of
@@ -61,9 +61,9 @@ def steps_of(path: Path, name: str) -> List[int]:
 
 
 def test_a_loss_of_power_keeps_what_a_tracker_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed, path = FlushedFiles(monkeypatch), processes.path_of(tmp_path, "wandb")
+    flushed, path = FlushedFiles(monkeypatch), companions.path_of(tmp_path, "wandb")
     path.parent.mkdir()
-    write_state(path, processes.TrackerRecord("its run"))
+    write_state(path, companions.TrackerRecord("its run"))
     assert flushed.survive(path)
 
 
@@ -160,13 +160,13 @@ def test_a_tracker_that_fails_everywhere_gets_every_point_once(tmp_path: Path, m
     (tmp_path / "config.yaml").write_text("training:\n  epochs: 3\n  freeze: null\n")
     calls: List[Any] = []
     failed: List[str] = []
-    path = processes.path_of(tmp_path, "own")
+    path = companions.path_of(tmp_path, "own")
     path.parent.mkdir()
     session = process.Session(lambda: Unreliable(calls, failed), tmp_path, 0.0, path)
     session.follow(Ended(), "report")
     assert failed == ["open", "recorded", "log", "add_artifact", "close"]
     assert [point.step for point in calls] == [1, 2, 3, 4, 5]
-    assert processes.read(path) == processes.TrackerRecord("id", 5, -1, "", True)
+    assert companions.read(path) == companions.TrackerRecord("id", 5, -1, "", True)
     assert process.parameters_of(tmp_path) == {"training.epochs": "3"}
 
 
@@ -176,15 +176,15 @@ def test_the_end_of_the_process_of_an_earlier_start_hides_nothing(
 ) -> None:
     plan, warnings = make(run={"trackers": FAKE, "tracker_timeout_s": 0.001}), []  # type: ignore[var-annotated]
     fakes, was_complete = FakeProcesses(monkeypatch), []  # type: FakeProcesses, List[bool]
-    path = processes.path_of(Path(plan.run_dir), FAKE)
+    path = companions.path_of(Path(plan.run_dir), FAKE)
 
     def seen() -> Any:
-        was_complete.append(processes.read(path).is_complete)
+        was_complete.append(companions.read(path).is_complete)
         raise SystemExit
 
     with TrackerProcesses(plan, warnings.append, 0.0) as running:
         running.on_event(RunStarted("emulated", "", 0, 1, ()))
-        write_state(path, processes.TrackerRecord("id", 5, -1, "", True))
+        write_state(path, companions.TrackerRecord("id", 5, -1, "", True))
         if code is None:  # the new one has waited for it, and cannot reach its server
             with pytest.raises(SystemExit):
                 process.Session(seen, Path(plan.run_dir), 0.0, path).follow(Ended(), "none")
@@ -238,7 +238,7 @@ def test_failures_and_the_death_of_the_coordinator(fake: Path, make: Any, monkey
         running.on_event(RunStarted("emulated", "", 0, 1, ()))
         (child,) = [each.process for each in running._processes]
         assert child is not None
-        assert wait_until(lambda: bool(processes.read(processes.path_of(run_dir, FAKE)).error))
+        assert wait_until(lambda: bool(companions.read(companions.path_of(run_dir, FAKE)).error))
         running._processes[0]._looked_s = 0.0
         running.on_event(PhaseBegun("training", 1))
         away.unlink()
@@ -260,11 +260,11 @@ def test_a_tracker_whose_process_is_killed_is_started_again(fake: Path, make: An
     run_folder.create(plan)
     run_dir = Path(plan.run_dir)
     append(run_dir / "metrics.jsonl", update(1))
-    path = processes.path_of(run_dir, FAKE)
+    path = companions.path_of(run_dir, FAKE)
 
     def has_recorded(number: int) -> bool:
         running.on_event(PhaseBegun("training", 1))
-        return processes.read(path).training == number
+        return companions.read(path).training == number
 
     with TrackerProcesses(plan, warnings.append, 0.0) as running:
         running.on_event(RunStarted("emulated", "", 0, 1, ()))

@@ -169,12 +169,12 @@ def test_a_process_that_cannot_save_ends_before_its_grace_period(
 
 
 def test_a_detached_run(processes: None, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("at-call").write_text(str(int(signal.SIGTERM)))
-    assert start("--updates", "40", "--detach").returncode == 0
+    Path("steady").touch()
+    assert start("--updates", "4000", "--detach").returncode == 0
+    Path("at-call").write_text(str(int(signal.SIGTERM)))  # now: a run that ends early gives the command its exit code
     assert main(["attach", "run"]) == CODE
     assert main(["status", "run"]) == 0
     assert "preempted after update" in capsys.readouterr().out
-    Path("steady").touch()
     assert start("--updates", "4000", "--detach").returncode == 0
     assert main(["stop", "run"]) == 0  # a user stops it: that is no preemption
     assert (state().state, state().exit_code) == (run_state.INTERRUPTED, 130)
