@@ -12,7 +12,7 @@ of the data order before that one which no update has used; and the updates that
 * torchft: two replica groups of one process, DDP over gloo. The other one trains alone, and this script starts the dead
   process again at once, as a supervisor does; it continues in its part of the data where it was. The lighthouse has the
   options of torchft's README, and takes a group for dead after 1 s without heartbeats, which it gets every 0.1 s: with
-  the default, 5 s, nobody trains for 5 s.
+  the default, 5 s, no process trains for 5 s.
 
 Rounds are interleaved. A peer that is not installed is skipped.
 """

@@ -63,7 +63,7 @@ def _compile(plan: Plan, selected: sdk.Sdk) -> Optional[str]:
     """Compile with the selected SDK; return the folder of the executables."""
     from raypod.runtime.worker import devices
 
-    cache = devices.folder_of(plan, selected)
+    cache = devices.executable_folder(plan, selected)
     for name, seconds in devices.compile_programs(plan, cache):
         tell(f"{name} compiled in {seconds:.1f} s")
     return cache

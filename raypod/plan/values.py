@@ -58,13 +58,13 @@ def ipus_of(splits: Sequence[str]) -> Tuple[int, ...]:
     return (0, *(stage.ipu for stage in stages_of(splits)))
 
 
-def returns(splits: Sequence[str]) -> bool:
+def stages_return(splits: Sequence[str]) -> bool:
     """Return whether the IPUs of the stages are in another order than that of their numbers."""
     ipus = ipus_of(splits)
     return list(ipus) != sorted(ipus)
 
 
-def check(splits: Sequence[str]) -> None:
+def check_stages(splits: Sequence[str]) -> None:
     """Raise ValueError for a module that begins two stages, or a stage on the IPU of the one before."""
     stages = stages_of(splits)
     modules = [stage.module for stage in stages]
@@ -196,7 +196,7 @@ def _check_different(names: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ..
 
 
 def _check_splits(splits: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
-    check(splits or ())
+    check_stages(splits or ())
     return splits
 
 

@@ -93,7 +93,7 @@ def _check_hosts(args: argparse.Namespace) -> int:
         errors = [(TROUBLE, each) for check in checks for each in check(file)]
         warnings = [(WARN, each) for each in (*file_checks.launch_warnings(file), *file_checks.key_warnings(file))]
         of_file = [Finding(level, "", "cluster file", str(each)) for level, each in (*errors, *warnings)]
-        unsafe = file_checks.problems(cluster, file, create=False)
+        unsafe = file_checks.folder_problems(cluster, file, create=False)
         findings = [*of_file, *findings, *(Finding(TROUBLE, name, "RAY_TMPDIR", why) for name, why in unsafe.items())]
     else:
         findings += _local_folder()

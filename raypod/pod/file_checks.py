@@ -237,7 +237,7 @@ _TIMEOUT_S = 30.0
 _PROBLEM = 1  # exit code of the program, and of no failure of ssh or of Python
 
 
-def problems(cluster: Cluster, file: ClusterFile, create: bool) -> Dict[str, str]:
+def folder_problems(cluster: Cluster, file: ClusterFile, create: bool) -> Dict[str, str]:
     """Return why Ray must not use the folder of a host, by the host's name; create the folders that are missing.
 
     Hosts without a problem or without an answer are left out.

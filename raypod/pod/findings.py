@@ -217,7 +217,7 @@ def _horovod(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     if len(expected.cluster.hosts) < 2 or not release or not expected.may_use_horovod:
         return
     own = facts["own_name"]
-    problem = interfaces.problem(release, facts["hostname"], own["address"], own["error"])
+    problem = interfaces.horovod_problem(release, facts["hostname"], own["address"], own["error"])
     if problem is None:
         yield Finding(OK, host, "Horovod", release)
     else:

@@ -69,7 +69,7 @@ def _up(args: Namespace) -> int:
         join_head.take_token(cluster, file, _say)
     _prepare_token(file_checks.token_source(file))
     _check_ssh(cluster)
-    with held(cluster, _say):
+    with cluster_lock(cluster, _say):
         return _start(args, cluster, file, began_s, joins)
 
 
@@ -200,7 +200,7 @@ def _check_ssh(cluster: Cluster) -> None:
 
 def _check_folders(cluster: Cluster, file: ClusterFile) -> None:
     """Create the folder of Ray's files on every host that can be reached. ClusterError if another user can use one."""
-    found = file_checks.problems(cluster, file, create=True)
+    found = file_checks.folder_problems(cluster, file, create=True)
     if found:
         lines = [f"{name}: {problem}" for name, problem in found.items()]
         raise ClusterError("\n  ".join([f"{cluster.name}: RAY_TMPDIR of the start commands is not safe", *lines]))
@@ -301,7 +301,7 @@ if not holder:
 
 
 @contextlib.contextmanager
-def held(cluster: Cluster, say: Callable[[str], None]) -> Iterator[None]:
+def cluster_lock(cluster: Cluster, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of a cluster within the context. A head that cannot lock is a warning.
 
     Raises:

@@ -106,19 +106,19 @@ def _address_of(probe: socket.socket, interface: str) -> Optional[str]:
 _CORRECTED = "gloo.iface"  # in the local version
 
 
-def own_problem() -> Optional[str]:
+def own_horovod_problem() -> Optional[str]:
     """Return why other hosts cannot connect to the Horovod that is installed on this host; None if they can."""
     try:
         release = version("horovod")
     except PackageNotFoundError:  # importable without being installed
         release = "?"
     try:
-        return problem(release, socket.gethostname(), own_name_address())
+        return horovod_problem(release, socket.gethostname(), own_name_address())
     except OSError as error:
-        return problem(release, socket.gethostname(), "", str(error.strerror or error))
+        return horovod_problem(release, socket.gethostname(), "", str(error.strerror or error))
 
 
-def problem(release: str, name: str, address: str, error: str = "") -> Optional[str]:
+def horovod_problem(release: str, name: str, address: str, error: str = "") -> Optional[str]:
     """Return why other hosts cannot connect to Horovod `release`, whose host has the own `name` and `address`.
 
     `error` is the reason why the name has no address. None if the others can connect.

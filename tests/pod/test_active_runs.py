@@ -177,11 +177,11 @@ def test_a_second_up_says_which_one_runs(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(ssh, "is_local", lambda host: True)
     said: List[str] = []
     for _ in range(2):  # the lock ends with its context
-        with up.held(CLUSTER, said.append):
+        with up.cluster_lock(CLUSTER, said.append):
             words = rf"another `raypod up` runs: pid {os.getpid()} of .*; if it has ended, `kill \d+` on the head; "
-            with pytest.raises(ClusterError, match=words), up.held(CLUSTER, said.append):
+            with pytest.raises(ClusterError, match=words), up.cluster_lock(CLUSTER, said.append):
                 pytest.fail("both hold the lock")
     (tmp_path / ".raypod").rename(tmp_path / "before")
     (tmp_path / ".raypod").touch()
-    with up.held(CLUSTER, said.append):
+    with up.cluster_lock(CLUSTER, said.append):
         assert said == ["warning: 10.0.0.11: cannot lock pod64; no other `raypod up` may run for it now"]

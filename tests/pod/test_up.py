@@ -203,7 +203,7 @@ def test_folders_that_other_users_can_use_are_found_on_the_hosts(processes: None
     file = cluster_file.parse(yaml.safe_dump(commands))
     cluster = Cluster("pod", (Host("h", "127.0.0.1"), Host("w", "localhost")))
     for create in (False, True):
-        (problem,) = file_checks.problems(cluster, file, create).items()
+        (problem,) = file_checks.folder_problems(cluster, file, create).items()
         assert problem == ("w", f"{worker} is a symbolic link of uid {os.getuid()}, not a folder: remove it")
         assert head.is_dir() == create
 
@@ -221,7 +221,7 @@ def test_a_host_whose_folder_other_users_can_use_is_not_started(
         return ssh.Result(1, "", "/tmp/ray-root belongs to uid 7") if is_bad else ssh.Result(0, "", "")
 
     monkeypatch.setattr(ssh, "run_on", run_on)
-    monkeypatch.setattr(up, "held", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(up, "cluster_lock", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(up, "_run_ray", lambda *_: pytest.fail("ray up was called"))
     assert main(["up", str(SHIPPED)]) == 2
     error = "pod64: RAY_TMPDIR of the start commands is not safe\n  10.0.0.13: /tmp/ray-root belongs to uid 7\n"
@@ -329,7 +329,7 @@ def test_an_added_host_is_told_to_the_running_autoscaler_after_the_files_are_on_
         return ssh.Result(0, json.dumps(answers), "")
 
     monkeypatch.setattr(ssh, "run_on", run_on)
-    monkeypatch.setattr(up, "held", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(up, "cluster_lock", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(up, "_run_ray", lambda *_: calls.append(["ray up"]))
     monkeypatch.setattr(up.join_head, "note_running_head", lambda *_: calls.append(["joins"]))
     monkeypatch.setattr(up.collect_copies, "collect", lambda *_: None)

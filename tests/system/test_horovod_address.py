@@ -19,11 +19,11 @@ from raypod.system import interfaces
 )
 def test_a_name_without_an_own_address_is_a_problem(monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: name)
-    problem = str(interfaces.own_problem())
+    problem = str(interfaces.own_horovod_problem())
     assert f"its own name {name} {words}" in problem
     assert "scripts/install_horovod.sh" in problem
 
 
 def test_the_corrected_build_does_not_depend_on_the_name() -> None:
-    assert interfaces.problem("0.28.1+gloo.iface", "host1", "127.0.1.1") is None
-    assert interfaces.problem("0.28.1", "host1", "10.0.0.1") is None
+    assert interfaces.horovod_problem("0.28.1+gloo.iface", "host1", "127.0.1.1") is None
+    assert interfaces.horovod_problem("0.28.1", "host1", "10.0.0.1") is None

@@ -136,11 +136,11 @@ class GcMonitor:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self.devices = ask()
+            self.devices = ask_gc_monitor()
             self._stopped.wait(_INTERVAL_S)
 
 
-def ask() -> Optional[Tuple[Device, ...]]:
+def ask_gc_monitor() -> Optional[Tuple[Device, ...]]:
     """Run the tool once; None if it fails, prints something else or does not end within ten seconds."""
     try:
         done = subprocess.run(
@@ -149,10 +149,10 @@ def ask() -> Optional[Tuple[Device, ...]]:
         content = json.loads(done.decode(errors="replace"))
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-    return parse(content)
+    return parse_gc_monitor(content)
 
 
-def parse(content: Any) -> Tuple[Device, ...]:
+def parse_gc_monitor(content: Any) -> Tuple[Device, ...]:
     """Return the IPUs in the JSON, in order. Facts about one IPU in several places are joined."""
     found: Dict[int, Device] = {}
     for each in _objects(content):

@@ -272,7 +272,7 @@ class LaunchFile:
             replace_file(self._path, (strict_json({**self._content, "written_at_s": time.time()}) + "\n").encode())
 
 
-def read(folder: Path) -> Optional[Dict[str, Any]]:
+def read_launch_file(folder: Path) -> Optional[Dict[str, Any]]:
     """Return the content of the file of a folder; None without one."""
     try:
         content: Dict[str, Any] = parse_json((folder / LAUNCH).read_text())

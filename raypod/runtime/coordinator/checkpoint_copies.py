@@ -211,7 +211,7 @@ class CheckpointCopies(Callback):
     def _copy(self, targets: CopyTargets, path: Path) -> None:
         """Copy a checkpoint to as many hosts as are wanted."""
         try:
-            with opened(self._run_dir, path, self._files) as source:
+            with open_source(self._run_dir, path, self._files) as source:
                 self._newest, self._age, self._held = path, source.age, []
                 attempts: Counter[str] = Counter()
                 while True:
@@ -236,7 +236,7 @@ class CheckpointCopies(Callback):
         try:
             if targets.open(host) != source.age:
                 server, is_abandoned = targets.server(host), lambda: self._has_ended
-                send(server, source, self.run_id, self._timeout_s, is_abandoned)
+                send_source(server, source, self.run_id, self._timeout_s, is_abandoned)
             self._held = [*self._held, host]
         except SharedDisk as shared:
             self._messages.append(f"host {host} keeps no copies of checkpoints: {shared}")
@@ -400,7 +400,7 @@ def run_id(run_dir: Path) -> str:
 
 
 @contextlib.contextmanager
-def opened(run_dir: Path, path: Path, folder: Optional[Path] = None) -> Iterator[Source]:
+def open_source(run_dir: Path, path: Path, folder: Optional[Path] = None) -> Iterator[Source]:
     """Open a checkpoint and the files of its run, which are in `folder` (default: the run folder).
 
     Raises:
@@ -423,7 +423,7 @@ def opened(run_dir: Path, path: Path, folder: Optional[Path] = None) -> Iterator
         yield Source(run_dir, checkpoint, tensors, files, _interrupted_state(folder or run_dir, checkpoint))
 
 
-def send(server: Server, source: Source, run: str, timeout_s: float, is_abandoned: Callable[[], bool]) -> None:
+def send_source(server: Server, source: Source, run: str, timeout_s: float, is_abandoned: Callable[[], bool]) -> None:
     """Send a copy within a timeout. It is complete on the other host's disk, and verified there, or absent.
 
     Raises:

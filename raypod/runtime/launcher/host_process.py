@@ -78,7 +78,7 @@ class HostProcess:
             name = str(interfaces.interface_of(address))
             environment = {"HOROVOD_GLOO_IFACE": name, "GLOO_SOCKET_IFNAME": name}
         environment = {**environment, **rendezvous, **self._horovod_proxy.environment}
-        problem = interfaces.own_problem() if uses_installed_horovod() else None
+        problem = interfaces.own_horovod_problem() if uses_installed_horovod() else None
         return HostFacts(address or rendezvous_host, environment, problem)
 
     def open_rendezvous(self, address: str) -> Dict[str, str]:

@@ -45,7 +45,7 @@ def check_host_name(host: str) -> None:
     Raises:
         ClusterError: they cannot, because of the address that the host's own name resolves to.
     """
-    problem = interfaces.own_problem() if uses_installed_horovod() else None
+    problem = interfaces.own_horovod_problem() if uses_installed_horovod() else None
     if problem is not None:
         raise ClusterError(f"host {host}: {problem}")
 

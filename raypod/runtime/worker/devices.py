@@ -161,7 +161,7 @@ def _seconds(model: Any, inputs: Tuple[Any, ...]) -> float:
 _LOCK = re.compile(r"[0-9a-f]{16,}\.lock")  # a hash of the model
 
 
-def folder_of(plan: Plan, sdk: Sdk) -> Optional[str]:
+def executable_folder(plan: Plan, sdk: Sdk) -> Optional[str]:
     """Return the folder of a run's executables on this host, created; None on the emulated SDK if none is chosen.
 
     By default it is of this user and this host: a home folder can be shared, and a lock between hosts cannot be relied

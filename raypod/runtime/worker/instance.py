@@ -74,7 +74,7 @@ class Instance:
         self._is_evaluation_abandoned = False
         self._guard, self._timer = devices.CallGuard(), StepTimer()
         self._profile = Profile(plan, self._spec)
-        self._cache = devices.folder_of(plan, sdk)
+        self._cache = devices.executable_folder(plan, sdk)
 
     def build(self, loaded: Optional[Tuple[Task, Source]] = None) -> InstanceStarted:
         """Build model, optimizer and options. The run starts from the weights of instance 0.

@@ -31,7 +31,7 @@ def load(network: nn.Module, path: Path, ignored: Sequence[str]) -> None:
 
     Args:
         network: the network.
-        path: a safetensors file, or a state dict that `read` reads, also one in a dict under
+        path: a safetensors file, or a state dict that `read_torch_file` reads, also one in a dict under
             `state_dict` or `model`.
         ignored: patterns of names that keep their initialization, or that are left out of the file.
 
@@ -63,7 +63,7 @@ def _read(path: Path, flag: str) -> Dict[str, torch.Tensor]:
         raise ConfigError(f"{flag}: {error.cause}") from None
     with reported(flag):  # a damaged file can raise anything
         try:
-            content: Any = read(path)
+            content: Any = read_torch_file(path)
         except pickle.UnpicklingError as error:
             raise ConfigError(
                 f"{flag}: it contains more than tensors, or is damaged ({error}); "
@@ -113,7 +113,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
-def read(path: Path) -> Any:
+def read_torch_file(path: Path) -> Any:
     """Return the content of a file: tensors on the CPU, in containers of plain values.
 
     Raises:

@@ -75,7 +75,7 @@ def _network(config: Config, channels: int, side: int, classes: int) -> nn.Modul
             _zero_last_norms(network)
         return network
     if name in MOBILE_NETWORKS:
-        return build(config.training, channels, classes)
+        return build_torchvision(config.training, channels, classes)
     if name.startswith(TIMM):
         return build_timm(name, channels, classes)
     if name.startswith(TORCHVISION):
@@ -258,7 +258,7 @@ _STAGES = (
 )
 
 
-def build(training: TrainingSection, channels: int, classes: int) -> nn.Module:
+def build_torchvision(training: TrainingSection, channels: int, classes: int) -> nn.Module:
     """Return the network `training.model`. ConfigError if its channels cannot be grouped as configured."""
     torchvision_import.install()
     import torchvision  # takes a second, which the default model does not need

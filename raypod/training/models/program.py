@@ -20,7 +20,7 @@ from raypod.plan import ipu_options, user_code
 from raypod.plan.config import Config
 from raypod.plan.metric import Metric
 from raypod.plan.plan import Plan
-from raypod.plan.values import returns, stages_of
+from raypod.plan.values import stages_of, stages_return
 from raypod.system.command_line import nearest
 from raypod.training.data.transforms import activation_dtype
 from raypod.training.models import optimizers
@@ -281,7 +281,7 @@ def execution_strategy(plan: Plan) -> Any:
     is_pipeline = plan.config.training.execution == "pipelined"
     strategy = poptorch.PipelinedExecution if is_pipeline else poptorch.ShardedExecution
     # By default the number of a stage is that of its IPU, and must increase.
-    return strategy(poptorch.AutoStage.AutoIncrement) if returns(plan.pipeline_splits) else strategy()
+    return strategy(poptorch.AutoStage.AutoIncrement) if stages_return(plan.pipeline_splits) else strategy()
 
 
 def has_replica_state(training: Any) -> bool:

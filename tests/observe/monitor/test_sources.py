@@ -286,13 +286,13 @@ def test_gc_monitor_is_asked_where_it_is_installed(
 def test_a_gc_monitor_that_fails_or_hangs(processes: None, script: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(this_host, "_TIMEOUT_S", 0.5 if "sleep" in script else 20.0)
     install(tmp_path, monkeypatch, script)
-    assert this_host.ask() is None
+    assert this_host.ask_gc_monitor() is None
 
 
 def test_gc_monitor_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert devices_of_tool(1) is None
-    assert this_host.parse({"id": -1, "x": [{"id": True}, {"id": math.inf}]}) == ()
+    assert this_host.parse_gc_monitor({"id": -1, "x": [{"id": True}, {"id": math.inf}]}) == ()
 
 
 def test_a_run_folder_of_a_former_version_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

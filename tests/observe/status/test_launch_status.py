@@ -94,14 +94,14 @@ def test_launch_json_holds_the_endpoint_while_the_launch_runs_and_then_its_end(
         server = stack.enter_context(TokenServer(routes_of(status)))
         file = stack.enter_context(LaunchFile(tmp_path, ["true"], ["h"]))
         stack.enter_context(published(server, tmp_path, file))
-        found: Dict[str, Any] = launch_status.read(tmp_path) or {}
+        found: Dict[str, Any] = launch_status.read_launch_file(tmp_path) or {}
         assert (found["state"], found["status_port"]) == ("running", server.port)
         assert found["status_token_file"] == str(tmp_path / TOKEN_FILE)
         assert found["started_ticks"] == process_start_ticks(os.getpid())
         assert (found["command"], found["hosts"]) == (["true"], ["h"])
         if error is not None:
             raise error
-    found = launch_status.read(tmp_path) or {}
+    found = launch_status.read_launch_file(tmp_path) or {}
     assert (found["state"], found["exit_code"], "status_port" in found) == (state, code, False)
     assert message in found["message"]
     assert not (tmp_path / TOKEN_FILE).exists()

@@ -40,7 +40,7 @@ def test_the_folder_is_of_this_user_and_host_unless_another_one_is_chosen(
     if inherited:
         monkeypatch.setenv("POPTORCH_CACHE_DIR", inherited)
     plan = make(pod=pod)
-    folder = devices.folder_of(plan, Sdk(device, ""))
+    folder = devices.executable_folder(plan, Sdk(device, ""))
     assert folder == (expected and expected.format(folder=tmp_path, host=socket.gethostname()))
     assert Path(tmp_path, "raypod").exists() is (folder is not None and folder.startswith(str(tmp_path)))
     for options in (program.training_options(plan, folder), program.inference_options(plan, folder)):
@@ -54,7 +54,7 @@ def test_a_folder_that_cannot_be_created_is_a_warning(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("POPTORCH_CACHE_DIR", raising=False)
     with pytest.warns(UserWarning, match=r"Not a directory\); choose a folder with --executable-cache-path"):
-        assert devices.folder_of(make(), Sdk("ipu", "")) is None
+        assert devices.executable_folder(make(), Sdk("ipu", "")) is None
 
 
 def compiles(folder: Path, processes: int) -> bool:

@@ -68,8 +68,8 @@ def saved(plan: Plan, update: int, generation: int = 1) -> Checkpoint:
 
 def send(checkpoint: Checkpoint, receiver: CopyReceiver, fault: Fault = unchanged) -> DirectServer:
     server = DirectServer(receiver, fault)
-    with checkpoint_copies.opened(checkpoint.path.parent.parent, checkpoint.path) as source:
-        checkpoint_copies.send(server, source, RUN, 60, lambda: False)
+    with checkpoint_copies.open_source(checkpoint.path.parent.parent, checkpoint.path) as source:
+        checkpoint_copies.send_source(server, source, RUN, 60, lambda: False)
     return server
 
 

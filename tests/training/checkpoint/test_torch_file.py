@@ -32,7 +32,7 @@ def test_the_content_is_that_of_torch_load(tmp_path: Path) -> None:
         "parameters": OrderedDict(network.named_parameters()),
         "values": {"epoch": 3, "rate": 0.1, "name": "a", "betas": (0.9, 0.99), "none": None, "shape": base.shape},
     }
-    found = initial_weights.read(_saved(tmp_path / "a.pt", content))
+    found = initial_weights.read_torch_file(_saved(tmp_path / "a.pt", content))
     expected = torch.load(str(tmp_path / "a.pt"), weights_only=True)
     for name in ("dtypes", "views"):
         assert [each.dtype for each in found[name]] == [each.dtype for each in expected[name]]
@@ -63,7 +63,7 @@ class _Call:
 def test_a_file_that_calls_anything_else_is_refused(function: Any, tmp_path: Path) -> None:
     path = _with(tmp_path / "a.pt", pickle.dumps(_Call(function, "1"), protocol=2))
     with pytest.raises(pickle.UnpicklingError, match="it refers to"):
-        initial_weights.read(path)
+        initial_weights.read_torch_file(path)
 
 
 def test_a_tensor_cannot_reach_beyond_its_storage(tmp_path: Path) -> None:
@@ -74,13 +74,15 @@ def test_a_tensor_cannot_reach_beyond_its_storage(tmp_path: Path) -> None:
     size = data.index(b"K\x04\x85")  # the tuple (4,)
     damaged = data[:size] + b"K\x7f\x85" + data[size + 3 :]
     with pytest.raises(pickle.UnpicklingError, match="RuntimeError"):
-        initial_weights.read(_with(tmp_path / "b.pt", damaged, b"\0" * 16))
+        initial_weights.read_torch_file(_with(tmp_path / "b.pt", damaged, b"\0" * 16))
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip", pickle.dumps(1)])
 def test_damaged_files_and_those_before_torch_1_6_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(content)
     with pytest.raises(pickle.UnpicklingError, match="zip"):
-        initial_weights.read(tmp_path / "a.pt")
+        initial_weights.read_torch_file(tmp_path / "a.pt")
     with pytest.raises(pickle.UnpicklingError, match="zip"):
-        initial_weights.read(_saved(tmp_path / "old.pt", {"a": torch.zeros(1)}, _use_new_zipfile_serialization=False))
+        initial_weights.read_torch_file(
+            _saved(tmp_path / "old.pt", {"a": torch.zeros(1)}, _use_new_zipfile_serialization=False)
+        )
