@@ -18,7 +18,7 @@ head_start_ray_commands:
   - ray stop
   - ray start --head --resources='{"IPU":16}'
 """
-PROVIDER = "provider: {type: local, head_ip: a}\n"
+PROVIDER, LINES = "provider: {type: local, head_ip: a}\n", "provider:\n  type: local\n  head_ip: a\n"
 
 
 def write(folder: Path, text: str) -> str:
@@ -29,15 +29,14 @@ def write(folder: Path, text: str) -> str:
 def test_hosts_have_the_order_of_the_file_and_the_ipus_of_the_start_commands(tmp_path: Path) -> None:
     assert read_cluster(None) is LOCAL
     cluster = read_cluster(write(tmp_path, GOOD))
-    assert cluster.name == "pod64"
-    assert [host.address for host in cluster.hosts] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    addresses = [host.address for host in cluster.hosts]
+    assert (cluster.name, addresses) == ("pod64", ["10.0.0.1", "10.0.0.2", "10.0.0.3"])
     assert {host.ipus for host in cluster.hosts} == {16}
     text = GOOD + "metadata: {raypod: {ipus_per_host: 4, cpus_per_host: 64}}\n"
-    cluster = read_cluster(write(tmp_path, text))
-    assert (cluster.hosts[0].ipus, cluster.hosts[0].cpus) == (4, 64)
+    host = read_cluster(write(tmp_path, text)).hosts[0]
+    assert (host.ipus, host.cpus) == (4, 64)
     workers = "worker_start_ray_commands:\n  - ray start --resources='{\"IPU\":4}'\n"
-    cluster = read_cluster(write(tmp_path, GOOD + workers))
-    assert [host.ipus for host in cluster.hosts] == [16, 4, 4]
+    assert [host.ipus for host in read_cluster(write(tmp_path, GOOD + workers)).hosts] == [16, 4, 4]
 
 
 def test_settings_of_raypod_and_of_the_start_commands(tmp_path: Path) -> None:
@@ -66,13 +65,10 @@ def test_settings_of_raypod_and_of_the_start_commands(tmp_path: Path) -> None:
         ("apiVersion: ray.io/v1\nkind: RayCluster", r"those of a Kubernetes file \(kind RayCluster\): kubectl applies"),
         ("a: [", "is not YAML, line 1"),
         (
-            "a:\n    b: 1\n   c: 2",
+            "a:\n  b: 1\n c: 2",
             r"is not YAML, line 3: .*begins in line 1\): indent it like the other keys of this section",
         ),
-        (
-            "provider:\n  type: local\n  head_ip: a\n  worker_ips: 3",
-            "pod.yaml, line 4: provider.worker_ips must be a l",
-        ),
+        (f"{LINES}  worker_ips: 3", "pod.yaml, line 4: provider.worker_ips must be a list"),
         (PROVIDER + "max_worker: 3\nauth: {ssh_usr: me}", "^.*pod.yaml has 2 mistakes\n +line 2: .*\n +line 3: .*$"),
     ],
 )
@@ -118,37 +114,33 @@ metadata:
         assert any(each.startswith(f"line {line}: ") and words in each for each in mistakes), words
 
 
-@pytest.mark.parametrize(
-    "address", ["10.0.0.999", "10.0.0", "1.2.3.4.5", "node.7", "fe80::zz", "http://a", "a b", "-a", "0.0.0.0", "a:22"]
-)
-def test_a_host_that_is_no_address_is_a_mistake_in_its_line(address: str) -> None:
-    for text in (
-        f'provider:\n  type: local\n  head_ip: a\n  worker_ips:\n  - b\n  - "{address}"\n',
-        f'cluster_name: c\n\n\nprovider:\n  type: local\n  head_ip: "{address}"\n',
+def test_a_host_that_is_no_address_is_a_mistake_in_its_line() -> None:
+    wrong = ("10.0.0.999", "10.0.0", "1.2.3.4.5", "node.7", "fe80::zz", "http://a", "a b", "-a", "0.0.0.0", "a:22")
+    for address in wrong:
+        for text in (
+            f'{LINES}  worker_ips:\n  - "{address}"\n',
+            f'\n\nprovider:\n  type: local\n  head_ip: "{address}"\n',
+        ):
+            (mistake,) = mistakes_of(text)
+            assert mistake.startswith("line 5: provider.")
+            assert mistake.endswith(f"{address!r} is neither a host name nor an IP address")
+    for address in ("10.0.0.9", "fe80::1", "fe80::1%eth0", "::1", "node7", "node-7.pod", "a_b.c."):
+        assert not mistakes_of(f'provider: {{type: local, head_ip: "{address}"}}\n')
+
+
+def test_workers_that_are_no_list_or_too_few_and_a_section_that_is_not_indented_are_one_mistake() -> None:
+    for value, written in (
+        ("10.7.0.1", "[10.7.0.1]"),
+        ("10.7.0.1, 10.7.0.2", "[10.7.0.1, 10.7.0.2]"),
+        ("a b", "[a, b]"),
     ):
-        (mistake,) = mistakes_of(text)
-        assert mistake.startswith("line 6: provider.")
-        assert mistake.endswith(f"{address!r} is neither a host name nor an IP address")
-
-
-@pytest.mark.parametrize("address", ["10.0.0.9", "fe80::1", "fe80::1%eth0", "::1", "node7", "node-7.pod", "a_b.c."])
-def test_names_and_addresses_of_hosts(address: str) -> None:
-    assert not mistakes_of(f'provider: {{type: local, head_ip: "{address}"}}\n')
-
-
-@pytest.mark.parametrize(
-    ("value", "written"),
-    [("10.77.0.12", "[10.77.0.12]"), ("10.77.0.12, 10.77.0.13", "[10.77.0.12, 10.77.0.13]"), ("a b", "[a, b]")],
-)
-def test_workers_that_are_no_list_are_one_mistake(value: str, written: str) -> None:
-    text = f"provider:\n  type: local\n  head_ip: a\n  worker_ips: {value}\nmin_workers: 2\nmax_workers: 2\n"
-    assert mistakes_of(text) == [f"line 4: provider.worker_ips must be a list, as in {written}"]
-
-
-@pytest.mark.parametrize(("workers", "has"), [("[]", "0 entries"), ("[b]", "1 entry"), ("[b, c, d]", "3 entries")])
-def test_a_wrong_number_of_workers_is_a_mistake(workers: str, has: str) -> None:
-    (mistake,) = mistakes_of(f"provider: {{type: local, head_ip: a, worker_ips: {workers}}}\nmin_workers: 2\n")
-    assert mistake == f"line 2: min_workers = 2, but worker_ips has {has}; `ray up` would not start all of them"
+        text = f"{LINES}  worker_ips: {value}\nmin_workers: 2\nmax_workers: 2\n"
+        assert mistakes_of(text) == [f"line 4: provider.worker_ips must be a list, as in {written}"]
+    for workers, has in (("[]", "0 entries"), ("[b]", "1 entry"), ("[b, c, d]", "3 entries")):
+        (mistake,) = mistakes_of(f"provider: {{type: local, head_ip: a, worker_ips: {workers}}}\nmin_workers: 2\n")
+        assert mistake == f"line 2: min_workers = 2, but worker_ips has {has}; `ray up` would not start all of them"
+    mistakes = mistakes_of(f"{PROVIDER}metadata:\nraypod:\n  numa: true\n")
+    assert mistakes == ["line 3: raypod belongs under metadata: indent it"]
 
 
 def test_duplicate_keys_are_mistakes_at_every_level_and_may_override_merged_ones() -> None:
@@ -183,8 +175,3 @@ def test_wrong_keys_and_values_are_mistakes(line: str, words: str) -> None:
     (mistake,) = mistakes_of(f"{PROVIDER}{line}\n")
     assert mistake.startswith("line 2: ")
     assert words in mistake
-
-
-def test_a_section_of_raypod_that_is_not_indented_is_named() -> None:
-    mistakes = mistakes_of(f"{PROVIDER}metadata:\nraypod:\n  numa: true\n")
-    assert mistakes == ["line 3: raypod belongs under metadata: indent it"]

@@ -1,19 +1,24 @@
-"""Values, flags, YAML files and the mistakes in them."""
+"""Values, flags and their help, YAML files and the mistakes in them, and settings without an effect."""
 
 from __future__ import annotations
 
 import re
 import sys
 from pathlib import Path
+from typing import Any, Dict, List, Sequence, Set
 
 import pytest
 import yaml
 
+from raypod.__main__ import main
 from raypod.errors import ConfigError
-from raypod.plan import config, flags, layout, resolve, stored_code
+from raypod.plan import compatibility, config, flags, layout, resolve, stored_code
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
 from raypod.plan.values import Interval, parse_interval
-from raypod.system import command_line as cli
+from raypod.system.command_line import FlagParser
+
+NAN = float("nan")
+DUPLICATE = "epochs is a duplicate key, first given in line 2"
 
 
 def test_an_interval_is_in_updates_epochs_or_minutes() -> None:
@@ -22,13 +27,12 @@ def test_an_interval_is_in_updates_epochs_or_minutes() -> None:
         ("1 epoch", Interval(1, "epoch"), 44, float("inf")),
         ("0.5 minutes", Interval(0.5, "minute"), 0, 30),
     ]:
-        assert parse_interval(text) == interval
-        assert (interval.updates(44), interval.seconds) == (updates, seconds)
-    for text, words in [
+        assert (parse_interval(text), interval.updates(44), interval.seconds) == (interval, updates, seconds)
+    for text, words in (
         ("often", "a number and its unit"),
         ("0 minutes", "positive"),
-        ("1.5 epochs", "a whole number of"),
-    ]:
+        ("1.5 epochs", "a whole number"),
+    ):
         with pytest.raises(ValueError, match=words):
             parse_interval(text)
 
@@ -64,11 +68,9 @@ def test_a_config_is_immutable_and_has_unique_keys() -> None:
         ("training", "pipeline_splits", "a,b=1", "b=1 is on the IPU of the stage before it"),
         ("training", "pipeline_splits", "a=x", "write MODULE, or MODULE=IPU"),
         ("training", "layers_per_ipu", "3,-1", "must be at least 0"),
-        ("training", "momentum", float("nan"), "= nan: must be less than 1$"),
-        *(
-            ("training", key, float("nan"), "= nan: must be a finite number$")
-            for key in ("weight_decay", "learning_rate")
-        ),
+        ("training", "momentum", NAN, "= nan: must be less than 1$"),
+        ("training", "weight_decay", NAN, "= nan: must be a finite number$"),
+        ("training", "learning_rate", NAN, "= nan: must be a finite number$"),
         *(("run", key, "inf", "= 'inf': must be at most 1000000$") for key in ("start_timeout_s", "stuck_after_s")),
         *(("run", key, -1, "= -1: must be greater than 0$") for key in ("start_timeout_s", "stuck_after_s")),
     ],
@@ -79,7 +81,7 @@ def test_values_without_a_meaning_are_errors(section: str, key: str, value: obje
 
 
 def parse(*argv: str) -> config.Config:
-    parser = cli.FlagParser(prog="test")
+    parser = FlagParser(prog="test")
     flags.add_flags(parser)
     return resolve.resolve(parser.parse_args(argv))
 
@@ -90,48 +92,41 @@ def test_flags_override_yaml_and_yaml_overrides_defaults(tmp_path: Path) -> None
     found = parse("--config", str(file), "--epochs", "5", "training.seed=7")
     assert (found.training.batch_size, found.training.epochs, found.training.seed) == (16, 5, 7)
     assert (found.pod.replicas, found.training.gradient_accumulation) == (8, 1)
-    assert parse("--num-replicas", "8").pod.replicas == 8
-    assert parse() == config.Config()
+    assert (parse("--num-replicas", "8").pod.replicas, parse()) == (8, config.Config())
     found = parse("--num-ipus", "8", "--ipus-per-replica", "2", "--async-dataloader", "training.learning_rate=1e-3")
     (tmp_path / "config.yaml").write_text(found.to_yaml())
-    assert resolve.load_yaml(tmp_path / "config.yaml") == found
-    assert found.training.learning_rate == 0.001
+    assert (resolve.load_yaml(tmp_path / "config.yaml"), found.training.learning_rate) == (found, 0.001)
     assert parse("--num-ipus", "16", "--ipus-per-replica", "2").pod.replicas == 8
     for argv, instances in (((), 2), (("--replicas", "3"), 1), (("--fleet", "inline"), 1)):
         assert parse(*argv).pod.num_instances == instances
     assert parse("--num-instances", "3").pod.replicas == 6  # the default, 4, rounded up
     assert parse("--num-instances", "3", "--replicas", "4").pod.replicas == 4  # which the plan rejects
+    for text in ("16.16", "16.32", "32.32"):  # which YAML parses as a number
+        file.write_text(f"training: {{precision: {text}}}\n")
+        assert (
+            resolve.load_yaml(file).training.precision == parse(f"training.precision={text}").training.precision == text
+        )
 
 
-@pytest.mark.parametrize("text", ["16.16", "16.32", "32.32"])
-def test_a_precision_that_yaml_parses_as_a_number(tmp_path: Path, text: str) -> None:
-    (tmp_path / "c.yaml").write_text(f"training: {{precision: {text}}}\n")
-    assert resolve.load_yaml(tmp_path / "c.yaml").training.precision == text
-    assert parse(f"training.precision={text}").training.precision == text
+def test_a_data_set_replaces_that_of_the_config_or_of_the_resumed_run_and_its_folder(tmp_path: Path) -> None:
+    def data_dir(*words: str) -> object:
+        return parse(*words).data.data_dir
 
-
-def test_a_resumed_run_uses_the_config_and_folder_that_its_data_set_reads(tmp_path: Path) -> None:
-    first = parse("--batch-size", "16", "--optimizer", "adam", "--run-dir", str(tmp_path))
-    (tmp_path / "config.yaml").write_text(first.to_yaml())
-    again = parse("--resume", str(tmp_path), "--epochs", "3")
-    assert (again.training.batch_size, again.training.optimizer, again.training.epochs) == (16, "adam", 3)
-    folder = tmp_path / "config.yaml"
-    folder.write_text("data: {dataset: synthetic, data_dir: /images}\n")
-    assert parse("--resume", str(tmp_path)).data.data_dir is None
-    assert parse("--resume", str(tmp_path), "--data-dir", "/x").data.data_dir == "/x"  # the plan rejects it
-    assert parse("--resume", str(tmp_path), "--dataset", "imagefolder").data.data_dir == "/images"
-    folder.write_text("task: {name: 'module:Task'}\ndata: {data_dir: /texts}\n")
-    (tmp_path / layout.SEAL).write_text(str(stored_code.seal_of(folder.read_bytes())))
-    assert parse("--resume", str(tmp_path)).data.data_dir == "/texts"
-
-
-def test_a_data_set_replaces_that_of_the_config_and_its_folder(tmp_path: Path) -> None:
-    config = tmp_path / "own.yaml"
-    config.write_text("data: {dataset: cifar10, data_dir: /images}\n")
-    assert parse("--config", str(config), "--dataset", "synthetic").data.data_dir is None
-    assert parse("--config", str(config), "--dataset", "cifar100").data.data_dir == "/images"
-    config.write_text("data: {dataset: synthetic, data_dir: /images}\n")
-    assert parse("--config", str(config)).data.data_dir == "/images"  # the plan rejects it
+    own, file, resumed = tmp_path / "own.yaml", tmp_path / "config.yaml", ("--resume", str(tmp_path))
+    own.write_text("data: {dataset: cifar10, data_dir: /images}\n")
+    assert data_dir("--config", str(own), "--dataset", "synthetic") is None
+    assert data_dir("--config", str(own), "--dataset", "cifar100") == "/images"
+    file.write_text(parse("--batch-size", "16", "--optimizer", "adam", "--run-dir", str(tmp_path)).to_yaml())
+    again = parse(*resumed, "--epochs", "3").training
+    assert (again.batch_size, again.optimizer, again.epochs) == (16, "adam", 3)
+    for each in (own, file):
+        each.write_text("data: {dataset: synthetic, data_dir: /images}\n")
+    assert (data_dir("--config", str(own)), data_dir(*resumed)) == ("/images", None)  # the plan rejects the first
+    assert data_dir(*resumed, "--data-dir", "/x") == "/x"  # the plan rejects it
+    assert data_dir(*resumed, "--dataset", "imagefolder") == "/images"
+    file.write_text("task: {name: 'module:Task'}\ndata: {data_dir: /texts}\n")
+    (tmp_path / layout.SEAL).write_text(str(stored_code.seal_of(file.read_bytes())))
+    assert data_dir(*resumed) == "/texts"
 
 
 @pytest.mark.parametrize(
@@ -169,9 +164,6 @@ def test_a_mistake_is_reported_in_one_line(argv: tuple[str, ...], words: list[st
     assert all(word in message for word in words), message
 
 
-DUPLICATE = "epochs is a duplicate key, first given in line 2"
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -188,12 +180,11 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, words: str) -> None:
         resolve.load_yaml(file)
 
 
-@pytest.mark.parametrize("text", ["a: 1\nb: 2\na: 3", "- {a: 1,\n   b: {x: 1},\n   a: 2}", "c:\n  a: 1\n\n  a: 1"])
-def test_a_duplicate_key_is_an_error_with_both_lines_and_may_override_a_merged_one(text: str) -> None:
-    with pytest.raises(DuplicateKey) as error:
-        yaml.load(text, UniqueKeyLoader)
-    assert str(error.value).startswith("a is a duplicate key, first given in line ")
-    assert error.value.line > error.value.first_line
+def test_a_duplicate_key_is_an_error_with_both_lines_and_may_override_a_merged_one() -> None:
+    for text in ("a: 1\nb: 2\na: 3", "- {a: 1,\n   b: {x: 1},\n   a: 2}", "c:\n  a: 1\n\n  a: 1"):
+        with pytest.raises(DuplicateKey, match="^a is a duplicate key, first given in line ") as error:
+            yaml.load(text, UniqueKeyLoader)
+        assert error.value.line > error.value.first_line
     assert yaml.load("x: &x {a: 1}\ny: {<<: *x, a: 2}", UniqueKeyLoader)["y"] == {"a": 2}
 
 
@@ -227,3 +218,103 @@ def test_all_unknown_keys_are_reported_at_once() -> None:
         "unknown key training.epoch in my.yaml; did you mean training.epochs?",
         "unknown key training.batchsize in my.yaml; did you mean training.batch_size?",
     ]
+
+
+def test_too_many_levels_are_an_error_and_nodes_beside_each_other_are_none() -> None:
+    for text in ("[" * 101 + "]" * 101, "[" * 5_000 + "]" * 5_000, "{a: " * 200 + "1" + "}" * 200):
+        with pytest.raises(yaml.YAMLError, match="nested too deeply"):
+            yaml.load(text, UniqueKeyLoader)
+    assert yaml.load("{b: [" + "{a: [1]}, " * 500 + "]}", UniqueKeyLoader) == {"b": [{"a": [1]}] * 500}
+
+
+def shown(capsys: Any, *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*words])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def flags_in(text: str) -> List[str]:
+    """The flags that have an entry of their own."""
+    return re.findall(r"^  (--[a-z0-9-]+)", text, re.MULTILINE)
+
+
+def test_help_shows_what_is_used_most_and_each_flag_is_in_one_group(capsys: Any) -> None:
+    text = shown(capsys, "train", "--help")
+    assert 20 <= len(flags_in(text)) <= 24
+    assert {"--config", "--task", "--dataset", "--model", "--epochs", "--replicas", "--cluster"} <= {*flags_in(text)}
+    assert "--stuck-after-s" not in text
+    assert "--help-all every flag" in " ".join(text.split())
+    assert text == shown(capsys, "train", "-h")
+    assert max(map(len, text.splitlines())) <= 80
+    of_groups = [flag for group in flags.GROUPS for flag in flags_in(shown(capsys, "train", "--help", group))]
+    assert len(of_groups) == len(set(of_groups))
+    keys = {f"--{'task' if key == 'name' else key.replace('_', '-')}" for _, key, _ in config.fields()}
+    assert keys <= {*of_groups}
+    assert {*flags_in(shown(capsys, "train", "--help-all"))} == {*of_groups, "--config"}
+    for command, own in (("plan", {"--json", "--memory"}), ("doctor", {"--json", "--timeout"})):
+        text = shown(capsys, command, "--help")
+        assert own <= {*flags_in(text)}
+        assert "Train a model" not in text
+
+
+@pytest.mark.parametrize(
+    ("group", "lines"),
+    [
+        ("training", ["--batch-size N micro-batch size: samples per forward pass [integer >= 1; default: 8]"]),
+        ("training", ["--seed N", "[integer >= 0, < 2^31; default: 42]"]),
+        ("data", ["--augment randomly crop", "[on by default]", "--download", "[off by default]"]),
+        ("checkpoints", ["--checkpoint-every INTERVAL", "--save-timeout-s SECONDS", "--resume PATH"]),
+        ("failures", ["--on-nonfinite {stop,continue} reaction to a loss that is NaN or infinite [default: stop]"]),
+    ],
+)
+def test_an_entry_has_type_range_and_default(group: str, lines: Sequence[str], capsys: Any) -> None:
+    text = " ".join(shown(capsys, "train", "--help", group).split())
+    assert all(line in text for line in lines)
+
+
+def test_an_unknown_group_is_a_mistake_and_other_parsers_keep_their_help(capsys: Any) -> None:
+    assert main(["train", "--help", "dta"]) == 2
+    groups = "task, data, model, training, ipu, pod, checkpoints, failures, output"
+    assert capsys.readouterr().err == f"raypod: error: --help dta: no such group (of {groups}); did you mean data?\n"
+    parser = FlagParser(prog="test")
+    flags.add_flags(parser)
+    assert "--stuck-after-s SECONDS" in parser.format_help()
+    assert "--help-all" not in parser.format_help()
+
+
+def flat(**changes: Any) -> Dict[str, Any]:
+    """Return the default settings by full name, with changes as in `data__dataset="synthetic"`."""
+    sections = config.Config().model_dump()
+    found = {f"{section}.{key}": value for section, content in sections.items() for key, value in content.items()}
+    return {**found, **{name.replace("__", "."): value for name, value in changes.items()}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown", "left_out"),
+    [
+        ({}, {"training.momentum", "training.lr_floor"}, {"data.classes", "data.samples", "training.lr_gamma"}),
+        ({"data__dataset": "imagefolder"}, {"data.jpeg_decoder", "data.data_dir"}, {"data.classes", "data.image"}),
+        ({"data__dataset": "synthetic"}, {"data.classes", "data.image", "data.samples"}, {"data.download"}),
+        ({"data__dataset": "my:data"}, {"data.classes"}, {"data.samples", "data.jpeg_decoder"}),
+        ({"training__optimizer": "adam"}, set(), {"training.momentum"}),
+        ({"training__lr_schedule": "step"}, {"training.lr_steps", "training.lr_gamma"}, {"training.lr_floor"}),
+        ({"data__augment": False}, {"data.augment"}, {"data.flip", "data.crop_padding"}),
+        ({"run__trackers": ("wandb",)}, {"run.tracker_timeout_s"}, {"run.storage_timeout_s", "run.reset_timeout_s"}),
+        ({"run__storage_path": "/s"}, {"run.storage_timeout_s", "run.keep_remote"}, {"run.tracker_artifacts"}),
+        ({"data__dataset": "imagefolder"}, {"data.policy"}, {"data.rand_augment_ops", "data.cutmix_disable_prob"}),
+        ({"data__dataset": "imagefolder", "data__policy": "rand-augment"}, {"data.rand_augment_magnitude"}, set()),
+        ({"task__name": "my:Task"}, {"data.num_workers"}, {"training.model", "data.dataset", "data.jpeg_decoder"}),
+    ],
+)
+def test_settings_without_an_effect_are_left_out(changes: Dict[str, Any], shown: Set[str], left_out: Set[str]) -> None:
+    names = set(compatibility.with_effect(flat(**changes)))
+    assert shown <= names
+    assert not left_out & names
+
+
+def test_the_names_exist_and_a_config_without_the_deciding_setting_is_shown() -> None:
+    assert {*compatibility.IMAGE_KEYS, *compatibility._NEEDS} <= set(flat())
+    assert {deciding for deciding, _ in compatibility._NEEDS.values()} <= set(flat())
+    given = {"data.classes": 10, "run.tracker_timeout_s": 1}
+    assert compatibility.with_effect(given) == given

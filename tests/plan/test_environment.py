@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, List, Optional
+from typing import Any, Optional
 
 import pytest
 
@@ -26,11 +26,8 @@ def test_the_reports_of_popvision_have_a_folder_for_each_instance(make: Any, mon
     monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", '{"opt.a": "b"}')
     plan = make(ipu={"ipu_profile": "/data/reports/"})
     (first, second) = (instance_environment(plan, spec) for spec in plan.placement.instances)
-    assert json.loads(first["POPLAR_ENGINE_OPTIONS"]) == {
-        "opt.a": "b",
-        "autoReport.all": "true",
-        "autoReport.directory": "/data/reports/instance-0",
-    }
+    of_first = {"opt.a": "b", "autoReport.all": "true", "autoReport.directory": "/data/reports/instance-0"}
+    assert json.loads(first["POPLAR_ENGINE_OPTIONS"]) == of_first
     assert "instance-1" in second["POPLAR_ENGINE_OPTIONS"]
     assert "POPLAR_ENGINE_OPTIONS" not in instance_environment(make(), plan.placement.instances[0])
     monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", "opt.a=b")
@@ -70,14 +67,18 @@ def test_the_variables_name_the_gcd_of_an_instance(gcds: Optional[int], expected
     assert device_environment(without, without.instances[0]) == {}
 
 
-def test_the_variables_depend_only_on_the_plan(make: Any) -> None:
+def test_the_variables_depend_only_on_the_plan_and_strict_mode_is_one_of_them(make: Any) -> None:
     plan = make(pod={"threads_per_replica": 3, "executable_cache_path": "/cache"})
     before = dict(os.environ)
     first = instance_environment(plan, plan.placement.instances[1])
     assert first == instance_environment(plan, plan.placement.instances[1])
     assert dict(os.environ) == before
-    assert first["OMP_NUM_THREADS"] == "3"
-    assert first["POPTORCH_CACHE_DIR"] == "/cache"
+    assert (first["OMP_NUM_THREADS"], first["POPTORCH_CACHE_DIR"]) == ("3", "/cache")
+    for given, expected in (([], None), (["--strict"], "1"), (["--no-strict"], "0")):
+        parser = FlagParser()
+        flags.add_flags(parser)
+        plan = make(run={"strict": resolve.resolve(parser.parse_args(given)).run.strict})
+        assert instance_environment(plan, plan.placement.instances[1]).get("EMULATED_POD_STRICT") == expected
 
 
 def test_torchvision_is_imported_after_another_sitecustomize(make: Any, tmp_path: Path, processes: None) -> None:
@@ -88,11 +89,3 @@ def test_torchvision_is_imported_after_another_sitecustomize(make: Any, tmp_path
     program = "import torchvision; print(from_the_environment, torchvision.models.resnet18().fc)"
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("42 Linear("), done.stderr
-
-
-@pytest.mark.parametrize(("given", "expected"), [([], None), (["--strict"], "1"), (["--no-strict"], "0")])
-def test_strict_mode_is_a_variable_of_the_emulated_sdk(make: Any, given: List[str], expected: Optional[str]) -> None:
-    parser = FlagParser()
-    flags.add_flags(parser)
-    plan = make(run={"strict": resolve.resolve(parser.parse_args(given)).run.strict})
-    assert instance_environment(plan, plan.placement.instances[1]).get("EMULATED_POD_STRICT") == expected

@@ -1,17 +1,28 @@
-"""The section `ipu`: the calls of PopTorch that its keys make, and what contradicts them."""
+"""The section `ipu`: the calls of PopTorch that its keys make, what contradicts them, and `ipu_config.json`."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
 
 from raypod.errors import ConfigError
-from raypod.plan import flags, ipu_options
+from raypod.plan import flags, ipu_options, resolve
 from raypod.plan.compatibility import check_compatible
 from raypod.plan.config import Config
-from raypod.plan.resolve import from_values, resolve
+from raypod.plan.resolve import from_values
 from raypod.system.command_line import FlagParser
+
+PATTERN, LOSS_SCALING = ["--popart-pattern", "TiedGather=true"], "--initial-loss-scaling contradicts"
+# As Graphcore has published one for BERT.
+BERT = """{"embedding_serialization_factor": 2, "enable_half_partials": true, "executable_cache_dir": "./exe_cache",
+"gradient_accumulation_steps": 16, "inference_device_iterations": 5, "ipus_per_replica": 4,
+"inference_replication_factor": {"default": 4, "pod16": 4}, "layers_per_ipu": [3, 3, 3, 3],
+"matmul_proportion": [0.22, 0.2, 0.2, 0.25], "optimizer_state_offchip": true, "optimum_version": "1.0.0",
+"recompute_checkpoint_every_layer": true, "replicated_tensor_sharding": true,
+"replication_factor": {"default": 2, "pod16": 4}, "seed": 7, "transformers_version": "4.20.0"}"""
 
 
 def config(ipu: Dict[str, Any], training: Dict[str, Any], pod: Dict[str, Any]) -> Config:
@@ -48,17 +59,8 @@ def test_shares_of_memory_are_one_value_or_one_for_each_ipu() -> None:
 def test_options_by_their_own_names_are_pairs_and_flags_can_be_repeated() -> None:
     parser = FlagParser(prog="test")
     flags.add_flags(parser)
-    words = [
-        "--popart",
-        "a=1",
-        "--popart",
-        "b=[x, y]",
-        "--engine-option",
-        "k=l=m",
-        "--popart-pattern",
-        "TiedGather=true",
-    ]
-    found = resolve(parser.parse_args(words)).ipu
+    words = ["--popart", "a=1", "--popart", "b=[x, y]", "--engine-option", "k=l=m", *PATTERN]
+    found = resolve.resolve(parser.parse_args(words)).ipu
     assert found.popart == {"a": 1, "b": ["x", "y"]}
     assert (found.engine_options, found.popart_patterns) == ({"k": "l=m"}, {"TiedGather": True})
     assert from_values({"ipu": {"popart": found.popart}}).ipu.popart == found.popart
@@ -72,11 +74,7 @@ def test_options_by_their_own_names_are_pairs_and_flags_can_be_repeated() -> Non
     [
         ({"automatic_loss_scaling": True}, {}, "--automatic-loss-scaling needs gradients in half"),
         ({"ipu_profile": __file__}, {}, "--ipu-profile .*test_ipu_options.py is a file"),
-        (
-            {"automatic_loss_scaling": True},
-            {"precision": "16.16", "initial_loss_scaling": 1},
-            "--initial-loss-scaling contradicts",
-        ),
+        ({"automatic_loss_scaling": True}, {"precision": "16.16", "initial_loss_scaling": 1}, LOSS_SCALING),
         ({"available_memory_proportion": "0.2,0.3"}, {}, "2 values, and a replica has 1 IPU: give"),
         ({"recomputation": "pipeline"}, {}, "--recomputation pipeline has no effect without a pipeline"),
         ({"recomputation_checkpoints": "a"}, {}, "with --recomputation none; add --recomputation all"),
@@ -89,9 +87,7 @@ def test_options_by_their_own_names_are_pairs_and_flags_can_be_repeated() -> Non
         ({"popart": "disableOptimizerStateTensorStreams=true"}, {}, "checkpoints and repairs read the optimizer"),
     ],
 )
-def test_what_the_sdk_would_reject_after_compiling_is_a_mistake(
-    ipu: Dict[str, Any], training: Dict[str, Any], words: str
-) -> None:
+def test_what_the_sdk_would_reject_after_compiling_is_a_mistake(ipu: Any, training: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_compatible(config(ipu, training, {}))
 
@@ -101,3 +97,49 @@ def test_the_line_of_the_emulated_sdk_names_what_has_no_effect_there() -> None:
     ending = ", on which --partials and --stable-norm have no effect"
     assert ipu_options.without_effect(found, has_ipus=False) == ending
     assert ipu_options.without_effect(found, has_ipus=True) == ipu_options.without_effect(Config(), False) == ""
+
+
+PATTERN, LOSS_SCALING = ["--popart-pattern", "TiedGather=true"], "--initial-loss-scaling contradicts"
+
+
+def config_of(folder: Path, content: Any, given: Dict[str, Any]) -> Any:
+    path = folder / "ipu_config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    values, source = resolve.combine({"ipu.ipu_config": str(path), **given}, None)
+    return resolve.from_values(values, source)
+
+
+def test_the_settings_of_the_file_count_and_the_command_line_takes_precedence(tmp_path: Path, capsys: Any) -> None:
+    config = config_of(tmp_path, BERT, {"training.seed": 1})
+    pod, training, ipu = config.pod, config.training, config.ipu
+    assert (pod.replicas, pod.ipus_per_replica, pod.executable_cache_path) == (2, 4, "./exe_cache")
+    assert (training.gradient_accumulation, training.layers_per_ipu) == (16, (3, 3, 3, 3))
+    assert (training.evaluation_iterations, training.seed) == (5, 1)  # the command line takes precedence
+    assert ipu.available_memory_proportion == (0.22, 0.2, 0.2, 0.25)
+    assert (ipu.partials, ipu.off_chip, ipu.replicated_tensor_sharding) == ("half", ("optimizer",), ("optimizer",))
+    assert ipu.ipu_config is None
+    shown = capsys.readouterr().err
+    assert "5 keys without effect: embedding_serialization_factor, inference_replication_factor, optimum" in shown
+    training = config_of(tmp_path, BERT, {"training.pipeline_balance": "time"}).training
+    assert (training.layers_per_ipu, training.pipeline_balance) == (None, "time")
+    training = config_of(tmp_path, {"layers_per_ipu": [-1], "ipus_per_replica": 2}, {}).training
+    assert (training.layers_per_ipu, training.pipeline_balance) == (None, "parameters")
+    config = config_of(tmp_path, {"layers_per_ipu": [12], "replication_factor": 1, "matmul_proportion": 0.3}, {})
+    assert (config.pod.ipus_per_replica, config.training.layers_per_ipu) == (1, None)
+    assert config.ipu.available_memory_proportion == (0.3,)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"layer_per_ipu": [1]}, "has no key 'layer_per_ipu'; did you mean layers_per_ipu?"),
+        ({"layers_per_ipu": [1, -1]}, r"layers_per_ipu = \[1, -1\] has -1 beside numbers"),
+        ({"serialized_embedding_splits_per_ipu": [1, 1]}, "serialized_embedding_splits_per_ipu = .* no counterpart"),
+        ([], "is no JSON object"),
+    ],
+)
+def test_a_key_that_cannot_be_followed_is_an_error(content: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config_of(tmp_path, content, {})
+    with pytest.raises(ConfigError, match="--ipu-config none.json: No such file"):
+        resolve.combine({"ipu.ipu_config": "none.json"}, None)

@@ -34,12 +34,11 @@ def test_a_recipe_is_found_by_its_name_and_a_file_of_the_user_comes_first(name: 
         assert shipped.find(name, shipped.RECIPES) == Path(name)
 
 
-@pytest.mark.parametrize("name", ["other.yaml", "elsewhere/gpt-tiny.yaml", "/gpt-tiny.yaml", "pod4.yaml"])
-def test_another_path_stays_as_it_is(name: str, empty: Path) -> None:
-    assert shipped.find(name, shipped.RECIPES) == Path(name)
-
-
-def test_the_copy_of_an_installed_package_is_used(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_path_stays_as_it_is_and_the_copy_of_an_installed_package_is_used(
+    empty: Path, monkeypatch: Any
+) -> None:
+    for name in ("other.yaml", "elsewhere/gpt-tiny.yaml", "/gpt-tiny.yaml", "pod4.yaml"):
+        assert shipped.find(name, shipped.RECIPES) == Path(name)
     folder = empty / "raypod" / "shipped" / "configs"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").touch()
@@ -48,10 +47,18 @@ def test_the_copy_of_an_installed_package_is_used(empty: Path, monkeypatch: pyte
     assert shipped.find("mine", shipped.RECIPES) == folder / "mine.yaml"
 
 
-def test_a_plan_from_an_empty_folder(empty: Path, capsys: Any) -> None:
+def test_plans_from_an_empty_folder(empty: Path, capsys: Any) -> None:
     assert main(["train", "--config", "digits", "--cluster", "pod4.yaml", "--dry-run"]) == 0
     assert "pod4: 1 host (10.0.0.11)" in capsys.readouterr().out
     assert not [*empty.iterdir()]
+    for name in ("pod64", "pod64.yaml", "cluster/pod64.yaml"):  # the plan says that the file is that of raypod
+        assert main(["plan", "--cluster", name]) == 0
+        assert f"cluster file  pod64.yaml of raypod; there is no file {name} here\n" in capsys.readouterr().out
+        (empty / name).parent.mkdir(exist_ok=True)
+        (empty / name).write_text(text_of("pod64"))
+        assert main(["plan", "--cluster", name]) == 0
+        assert "of raypod" not in capsys.readouterr().out
+        (empty / name).unlink()
 
 
 @pytest.mark.parametrize(
@@ -72,16 +79,6 @@ def test_a_missing_file_is_one_line(line: str, message: str, empty: Path, capsys
     assert message in err
 
 
-@pytest.mark.parametrize("name", ["pod64", "pod64.yaml", "cluster/pod64.yaml"])
-def test_a_plan_says_that_its_cluster_file_is_that_of_raypod(name: str, empty: Path, capsys: Any) -> None:
-    assert main(["plan", "--cluster", name]) == 0
-    assert f"cluster file  pod64.yaml of raypod; there is no file {name} here\n" in capsys.readouterr().out
-    (empty / name).parent.mkdir(exist_ok=True)
-    (empty / name).write_text((ROOT / "cluster" / "pod64.yaml").read_text())
-    assert main(["plan", "--cluster", name]) == 0
-    assert "of raypod" not in capsys.readouterr().out
-
-
 def test_files_are_listed_and_printed(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert main(["files"]) == 0
     out = capsys.readouterr().out
@@ -94,7 +91,7 @@ def test_files_are_listed_and_printed(monkeypatch: pytest.MonkeyPatch, capsys: A
     assert re.search(r"\n( {20,})64x64 with a ResNet-101 on two IPUs,\n\1eight replicas in four instances\n", out)
     assert all(name in out for kind in (shipped.RECIPES, shipped.CLUSTERS) for name in shipped.names(kind))
     assert main(["files", "pod64"]) == 0
-    assert capsys.readouterr().out == (ROOT / "cluster" / "pod64.yaml").read_text()
+    assert capsys.readouterr().out == text_of("pod64")
 
 
 def text_of(name: str) -> str:
@@ -115,7 +112,7 @@ def test_ray_accepts_the_cluster_files(processes: None, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", HOSTS)
-def test_raypod_reads_the_cluster_file(name: str) -> None:
+def test_raypod_reads_the_cluster_file_and_every_value_of_the_site_is_marked_edit(name: str) -> None:
     cluster = read_cluster(str(ROOT / "cluster" / f"{name}.yaml"))
     assert (cluster.name, len(cluster.hosts)) == (name, HOSTS[name])
     assert sum(host.ipus or 0 for host in cluster.hosts) == IPUS[name]
@@ -123,6 +120,15 @@ def test_raypod_reads_the_cluster_file(name: str) -> None:
         assert cluster.vipu is not None
         found = (cluster.vipu.size, cluster.vipu.gcds, cluster.vipu.link_domains)
         assert found == (IPUS[name], cluster.num_instances, max(1, IPUS[name] // 64))
+    # In the line itself, or for several lines in the comment above them.
+    lines = text_of(name).splitlines()
+    marked = "\n".join(line for line in lines if "EDIT" in line)
+    values = ["head_ip: ", "ssh_user: ", "data_network: ", "EDIT: use a separate key", "EDIT: --node-ip-address, "]
+    values += ["server: ", "partition: ", "sdk: ", "also in the commands below"] if IPUS[name] else []
+    assert {value: marked.count(value) for value in values} == dict.fromkeys(values, 1)
+    command = next(at for at, line in enumerate(lines) if "EDIT: --node-ip-address, " in line)
+    address = next(at for at, line in enumerate(lines) if " --node-ip-address=" in line)
+    assert command < address < lines.index("worker_start_ray_commands:")
 
 
 @pytest.mark.parametrize("name", HOSTS)
@@ -143,19 +149,6 @@ def test_the_start_commands_have_the_required_settings(name: str) -> None:
     ):
         assert words in head
     assert "ray stop" not in json.dumps(given)
-
-
-@pytest.mark.parametrize("name", HOSTS)
-def test_every_value_of_the_site_is_marked_edit(name: str) -> None:
-    """In the line itself, or for several lines in the comment above them."""
-    lines = text_of(name).splitlines()
-    marked = "\n".join(line for line in lines if "EDIT" in line)
-    values = ["head_ip: ", "ssh_user: ", "data_network: ", "EDIT: use a separate key", "EDIT: --node-ip-address, "]
-    values += ["server: ", "partition: ", "sdk: ", "also in the commands below"] if IPUS[name] else []
-    assert {value: marked.count(value) for value in values} == dict.fromkeys(values, 1)
-    command = next(at for at, line in enumerate(lines) if "EDIT: --node-ip-address, " in line)
-    address = next(at for at, line in enumerate(lines) if " --node-ip-address=" in line)
-    assert command < address < lines.index("worker_start_ray_commands:")
 
 
 def test_the_cluster_files_differ_only_in_their_hosts() -> None:

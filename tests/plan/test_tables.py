@@ -1,15 +1,20 @@
+"""What a plan shows, and the table of a run's files."""
+
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import re
 from typing import Any
 
 import pytest
 
+from raypod.plan import layout
 from raypod.plan.cluster import cluster_of
 from raypod.plan.placement import Sizes, place
 from raypod.plan.tables import describe, render, render_brief, render_topology
+from tests.support import ROOT
 
 
 def test_the_plan_shows_every_product_and_a_boxed_table_of_the_topology(make: Any) -> None:
@@ -49,21 +54,25 @@ def test_what_a_command_does_not_import(command: str, absent: str, run_python: A
     assert "replica" in output or "usage: raypod COMMAND" in output
 
 
-def test_the_plan_shows_the_cores_per_replica(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_shows_the_cores_per_replica_and_where_the_weights_are_the_same(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     assert "8 CPUs per host for 2 replicas: 4 per replica, 1 thread each\n" in render(make(pod={"replicas": 2}))
     sixteen = make(pod={"replicas": 16, "bind_cores": True})
     assert "0.5 per replica, 1 thread each; each instance is bound to its own, by NUMA node\n" in render(sixteen)
     assert "an instance computes 4 of its 8 replicas at a time (emulated SDK)" in render(sixteen)
     many = make(pod={"replicas": 4, "num_instances": 4, "threads_per_replica": 3})
-    assert (
-        "WARNING, oversubscribed: 4 x 3 threads (instances x threads per replica) share the 8 CPUs of a host: "
-        "use at most 2 instances per host or --threads-per-replica 2" in render(many)
-    )
-    assert "WARNING, oversubscribed: 4 x 3 threads" in render_brief(many)
+    words = "WARNING, oversubscribed: 4 x 3 threads"
+    shared = f"{words} (instances x threads per replica) share the 8 CPUs of a host: "
+    assert f"{shared}use at most 2 instances per host or --threads-per-replica 2" in render(many)
+    assert words in render_brief(many)
     assert "  cores  " not in render_brief(many)
-    auto = make(pod={"replicas": 4, "threads_per_replica": 0})
-    assert "2 per replica, 2 threads each" in render(auto)
+    shown = render(make(pod={"replicas": 4, "threads_per_replica": 0}))
+    assert "2 per replica, 2 threads each" in shown
+    assert "specific to this placement: the threads" in shown
+    one_thread = render(make(pod={"replicas": 4, "threads_per_replica": 1}))
+    assert "the same for every placement of these replicas" in one_thread
 
 
 def test_the_cores_of_other_hosts_are_those_of_the_cluster_file() -> None:
@@ -119,9 +128,15 @@ def test_the_plan_shows_what_evaluations_and_the_average_transfer(make: Any) -> 
     assert "average  of the weights, which are read back every 10 updates\n" in shown
 
 
-@pytest.mark.parametrize(
-    ("threads", "reproducible"),
-    [(1, "the same for every placement of these replicas"), (0, "specific to this placement: the threads")],
-)
-def test_the_plan_says_where_the_weights_are_the_same(make: Any, threads: int, reproducible: str) -> None:
-    assert reproducible in render(make(pod={"replicas": 4, "threads_per_replica": threads}))
+def test_every_file_has_its_writer_and_its_line_in_the_documentation() -> None:
+    source = (ROOT / "raypod/plan/layout.py").read_text()
+    constants = re.findall(r"^    RunFile\((\w+),", source, re.MULTILINE)
+    page = (ROOT / "docs/reference/run-folder.md").read_text()
+    documented = re.findall(r"`([^`]+)`", "\n".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)))
+    for constant, file in zip(constants, layout.TABLE):
+        assert re.search(rf"\b{constant}\b", (ROOT / f"raypod/{file.writer}.py").read_text()), file
+        assert any(name.split("/")[0] == file.name for name in documented), file.name
+    known = {file.name for file in layout.TABLE}
+    files = [name for name in documented if re.fullmatch(r"[a-z-]+\.(json|jsonl|yaml|seal|html)", name)]
+    assert {name for name in files if name not in known} == set()
+    assert len(known) == len(layout.TABLE) == len(constants)
