@@ -21,21 +21,17 @@ from pathlib import Path
 import torch
 from raypod.training.checkpoint import storage, tensors, writer
 from raypod.training.checkpoint.format import Manifest, Retention
-
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith(key))
-
 def growth(action):
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     result = action()
     return status("VmHWM") - before, result
-
 def state_of(megabytes):
     half = torch.ones(megabytes // 2, 250000)
     return writer.State({"weight": half}, {"momentum": half.clone()})
-
 folder, kept = Path(sys.argv[1]), Retention(3)
 warm_up = writer.write_checkpoint(folder, Manifest(2, 0, 0, 1, {}, {}, {}), state_of(2), kept)
 storage.verify(warm_up)
@@ -49,6 +45,7 @@ found["load"], loaded = growth(lambda: writer.load_checkpoint(saved.path))
 assert nonfinite is None and torch.equal(loaded["weights"]["weight"], state.weights["weight"])
 print(json.dumps(found))
 """
+FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--lr-schedule", "constant"]
 
 
 def test_the_peak_of_resident_memory(tmp_path: Path) -> None:
@@ -63,7 +60,6 @@ def test_the_peak_of_resident_memory(tmp_path: Path) -> None:
     assert grown["load"] < STATE_MB + 8, grown
 
 
-FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--lr-schedule", "constant"]
 # Python imports the module at the start of each process; it records every file that is opened for reading.
 RECORDER = """
 import os, sys

@@ -24,6 +24,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int
 STATE = {f"layer.{number}": torch.arange(6).reshape(2, 3).to(dtype) for number, dtype in enumerate(DTYPES)}
 STATE["scalar"], STATE["empty"] = torch.tensor(7), torch.zeros(0, 3)
 STATE["transposed"], STATE["strided"] = torch.arange(12.0).reshape(3, 4).t(), torch.arange(10)[::2]
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 
 
 def write(path: Path, state: Dict[str, torch.Tensor], metadata: Dict[str, str]) -> Path:
@@ -52,13 +53,10 @@ def equal(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
-def test_a_file_returns_tensors_and_metadata(tmp_path: Path) -> None:
+def test_a_file_returns_tensors_and_metadata_also_through_the_safetensors_package(tmp_path: Path) -> None:
     loaded, metadata = tensors.read_tensors(write(tmp_path / "file", STATE, {"made by": "a test"}))
     assert equal(loaded, STATE)
     assert metadata == {"made by": "a test"}
-
-
-def test_the_safetensors_package_reads_our_files_and_we_read_its(tmp_path: Path) -> None:
     package = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
     ours = package.load_file(str(write(tmp_path / "ours", STATE, {"a": "b"})))
     assert equal({name: ours[name] for name in STATE}, STATE)
@@ -75,7 +73,6 @@ def optimizer_state() -> Dict[str, Any]:
     return {"weights": dict(network.state_dict()), "optimizer": optimizer.state_dict()}
 
 
-leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 nested_states = st.recursive(
     leaves,
     lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
@@ -100,21 +97,18 @@ class TestNestedState:
             through({"optimizer": {"hooks": [len]}}, tmp_path)  # not print: Ray replaces it
 
 
-def test_a_flat_buffer_shares_memory_with_its_tensors() -> None:
+def test_a_flat_buffer_shares_memory_with_its_tensors_and_equal_states_give_equal_bytes() -> None:
     sent = torch.ones(3)
     buffers = tensors.pack_flat({"a": sent})
     assert any(np.shares_memory(buffer, sent.numpy()) for buffer in buffers)
     flat = np.concatenate(buffers)
     assert np.shares_memory(tensors.unpack_flat(flat)["a"].numpy(), flat)
-
-
-def test_equal_states_give_equal_bytes() -> None:
     states = [{"a": torch.ones(3), "b": torch.zeros(5, dtype=torch.int8)} for _ in range(2)]
     packed = [np.concatenate(tensors.pack_flat(state)).tobytes() for state in states]
     assert packed[0] == packed[1]
 
 
-def test_a_copy_is_a_plain_tensor_also_of_poptorchs_class_of_buffers() -> None:
+def test_a_copy_is_a_plain_contiguous_tensor_that_does_not_change_with_the_original() -> None:
     class Buffer(torch.Tensor):
         """As PopTorch's, which reads the weights back at each access."""
 
@@ -122,9 +116,6 @@ def test_a_copy_is_a_plain_tensor_also_of_poptorchs_class_of_buffers() -> None:
 
     assert type(copy) is torch.Tensor
     assert copy.is_contiguous()
-
-
-def test_a_copy_does_not_change_with_the_original_and_is_contiguous_so_that_writing_it_copies_nothing() -> None:
     image = torch.arange(48.0).reshape(1, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     before = image.clone()
     copy = tensors.copy_to_cpu({"a": [image], "lr": 0.1})
@@ -159,9 +150,7 @@ def foreign_files() -> Dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", list(foreign_files()))
-def test_a_foreign_file_is_damaged_and_executes_nothing(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_foreign_file_is_damaged_and_executes_nothing(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "weights.safetensors"
     path.write_bytes(foreign_files()[kind])
@@ -170,7 +159,7 @@ def test_a_foreign_file_is_damaged_and_executes_nothing(
     assert not Path("executed").exists()
 
 
-def test_a_file_truncated_anywhere_is_damaged(tmp_path: Path) -> None:
+def test_a_file_truncated_anywhere_is_damaged_or_ends_too_soon(tmp_path: Path) -> None:
     path = write(tmp_path / "file", {"w": torch.arange(4.0)}, {})
     complete = path.read_bytes()
     for size in range(len(complete)):
@@ -179,7 +168,7 @@ def test_a_file_truncated_anywhere_is_damaged(tmp_path: Path) -> None:
             tensors.read_tensors(path)
 
 
-def test_loading_the_weights_of_another_network_names_the_first_difference() -> None:
+def test_weights_of_another_network_name_the_first_difference() -> None:
     def network(width: int, *more: nn.Module) -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2), *more)
 
@@ -189,9 +178,6 @@ def test_loading_the_weights_of_another_network_names_the_first_difference() -> 
     ):
         with pytest.raises(ConfigError, match=message):
             tensors.load_weights(network(5), saved.state_dict())
-
-
-def test_different_shapes_are_those_of_either_side_in_order() -> None:
     own = {"a": torch.zeros(2), "scalar": torch.tensor(1), "own": torch.tensor(1), "b": torch.zeros(0, 3)}
     other = {"other": torch.tensor(1), "a": torch.zeros(2, dtype=torch.int64), "scalar": torch.tensor(2)}
     assert list(tensors.different_shapes(own, {**other, "b": torch.zeros(3)}).items()) == [
@@ -199,9 +185,6 @@ def test_different_shapes_are_those_of_either_side_in_order() -> None:
         ("b", ("[0, 3]", "[3]")),
         ("other", (tensors.MISSING, "[]")),
     ]
-
-
-# ---- buffers that get the bytes of a file ----------------------------------------------------------------------------
 
 
 def read(path: Path, offset: int, sizes: List[int]) -> bytes:
