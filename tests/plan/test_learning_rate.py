@@ -73,14 +73,12 @@ def test_learning_rates(schedule: Dict[str, object], expected: Dict[int, float])
     assert (rate(0, lr_schedule=own), rate(0, lr_schedule=own, warmup_updates=1)) == (0.5, 0.25)
 
 
-@pytest.mark.parametrize(("frequency", "period"), [(1, 10), (2.5, 4), (10, 1), (40, 1)])
-def test_the_rate_changes_at_the_steps_of_the_schedule(frequency: float, period: int) -> None:
-    every_update = [rate(update, warmup_updates=0) for update in range(UPDATES)]
-    found = [rate(update, warmup_updates=0, lr_frequency=frequency) for update in range(UPDATES)]
-    assert found == [every_update[update // period * period] for update in range(UPDATES)]
+def test_the_rate_changes_at_its_steps_and_the_loss_scaling_doubles_at_equal_intervals() -> None:
+    for frequency, period in ((1, 10), (2.5, 4), (10, 1), (40, 1)):
+        every_update = [rate(update, warmup_updates=0) for update in range(UPDATES)]
+        found = [rate(update, warmup_updates=0, lr_frequency=frequency) for update in range(UPDATES)]
+        assert found == [every_update[update // period * period] for update in range(UPDATES)]
 
-
-def test_the_loss_scaling_doubles_at_equal_intervals() -> None:
     def scalings(**training: float) -> List[float]:
         config = from_values({"training": {"loss_scaling": 128, **training}})
         return [loss_scaling(config.training, epoch) for epoch in range(config.training.epochs)]
@@ -137,7 +135,12 @@ def test_a_wrong_schedule_is_one_line_before_the_run(given: str, message: str) -
     assert "\n" not in str(error.value)
 
 
-def test_a_function_is_imported_once_per_plan_also_if_it_is_defined_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_is_imported_once_per_plan_and_resuming_compares_the_length_of_its_schedule(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for schedule in ("linear", "cosine", "polynomial", f"{__name__}:half"):
+        assert settings_of(make(training={"lr_schedule": schedule, "updates": 8}))[LENGTH] == 8
+        assert settings_of(make(training={"lr_schedule": "constant", "updates": 8}))[LENGTH] is None
     name, import_name = f"{__name__}:half", user_code.import_name
     imported: List[str] = []
     monkeypatch.setattr(user_code, "import_name", lambda name, key: imported.append(name) or import_name(name, key))
@@ -147,12 +150,6 @@ def test_a_function_is_imported_once_per_plan_also_if_it_is_defined_anew(monkeyp
         assert [rate(update, lr_schedule=name) for update in range(3)] == [factor] * 3
         assert imported == [name] * number
         monkeypatch.setattr(sys.modules[__name__], "half", lambda update, total_updates: 2.0)
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "polynomial", f"{__name__}:half"])
-def test_resuming_compares_the_length_where_the_schedule_depends_on_it(schedule: str, make: Any) -> None:
-    assert settings_of(make(training={"lr_schedule": schedule, "updates": 8}))[LENGTH] == 8
-    assert settings_of(make(training={"lr_schedule": "constant", "updates": 8}))[LENGTH] is None
 
 
 def default_rate(training: Dict[str, Any], schema: Schema = NO_SCHEMA, **pod: Any) -> float:

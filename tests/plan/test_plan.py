@@ -1,8 +1,13 @@
-"""Sizes, segments, names and placement of a plan, what is rejected before a run, and plans with fewer replicas."""
+"""Sizes, segments, placement and variables of a plan, what is rejected before a run, and plans with fewer replicas."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 import numpy as np
@@ -11,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypod.errors import ClusterError, ConfigError, RaypodError
-from raypod.plan.cluster import Cluster, Host, VipuPartition, cluster_of
+from raypod.plan import flags, resolve
+from raypod.plan.cluster import LOCAL, Cluster, Host, VipuPartition, cluster_of
 from raypod.plan.config import Config
 from raypod.plan.elastic import Room, largest_fit, sizes_of, smaller_plans
+from raypod.plan.environment import device_environment
 from raypod.plan.placement import (
     Placement,
     Sizes,
@@ -28,8 +35,11 @@ from raypod.plan.placement import (
 from raypod.plan.plan import DatasetSize, Geometry, Plan, TaskFacts, default_run_dir, make_plan
 from raypod.plan.resolve import from_values
 from raypod.plan.tables import render
+from raypod.runtime.worker.environment import instance_environment
+from raypod.system.command_line import FlagParser
 from raypod.training.data.order import call_positions
 from raypod.training.tasks.registry import facts_of
+from tests.support.refused import refused
 
 ACCUMULATION = "gradient_accumulation"
 ONE_IPU, TWO_IPUS, FOUR_IPUS = ({"ipus_per_replica": number} for number in (1, 2, 4))
@@ -56,8 +66,7 @@ def test_a_geometry(geometry: Geometry, combined: int, total: int, samples: int,
         ((6, 4, 1, 8, 1, 1), "6 replicas .* 4 instances"),
         ((4, 2, 1, 8, 0, 1), f"{ACCUMULATION} = 0"),
     ):
-        with pytest.raises(ConfigError, match=words):
-            Geometry(*sizes)
+        refused(words, Geometry, *sizes)
 
 
 @pytest.mark.parametrize(
@@ -78,17 +87,20 @@ def test_only_values_that_pass_are_offered(pod: Dict[str, object], words: str, p
         config = from_values({"pod": {"num_instances": 3, **pod, **changed}, "training": {"batch_size": 1}})
         return make_plan(config, cluster_of("a,b,c"), facts_of(config), "run")
 
-    with pytest.raises(ConfigError, match=words):
-        planned()
+    refused(words, planned)
     assert planned(**passing).geometry.total_replicas
 
 
-@pytest.mark.parametrize("first", [0, 44, 50])
-def test_segments_contain_every_update_once(make: Any, first: int) -> None:
-    plan = make(training={"epochs": 3, "updates": 100})
-    updates = [range(each.first_update, each.first_update + each.num_updates) for each in plan.segments(first)]
-    assert [update for each in updates for update in each] == list(range(first, 100))
-    assert [segment.ends_epoch for segment in plan.segments()] == [True, True, False]
+def test_segments_contain_every_update_once_and_evaluation_iterations_default_to_the_stages(make: Any) -> None:
+    for first in (0, 44, 50):
+        plan = make(training={"epochs": 3, "updates": 100})
+        updates = [range(each.first_update, each.first_update + each.num_updates) for each in plan.segments(first)]
+        assert [update for each in updates for update in each] == list(range(first, 100))
+        assert [segment.ends_epoch for segment in plan.segments()] == [True, True, False]
+    pipelined = make(training={ACCUMULATION: 7}, pod=FOUR_IPUS).geometry
+    assert (pipelined.evaluation_iterations, pipelined.evaluation_batch_size) == (4, 8 * 2 * 4)
+    sharded = make(training={"execution": "sharded"}, pod=FOUR_IPUS).geometry
+    assert sharded.evaluation_iterations == 1
 
 
 @pytest.mark.parametrize(
@@ -111,8 +123,7 @@ def test_segments_contain_every_update_once(make: Any, first: int) -> None:
     ],
 )
 def test_settings_without_a_meaning_are_errors(make: Any, training: Any, pod: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make(training=training, pod=pod)
+    refused(words, make, training=training, pod=pod)
 
 
 @pytest.mark.parametrize(
@@ -133,17 +144,9 @@ def test_settings_without_a_meaning_are_errors(make: Any, training: Any, pod: An
 )
 def test_settings_without_effect_on_an_inline_run_are_errors(make: Any, sections: Any, words: str) -> None:
     run = {"fleet": "inline", **sections.get("run", {})}
-    with pytest.raises(ConfigError, match=words):
-        make(**{"pod": {"num_instances": 1}, **sections, "run": run})
+    refused(words, make, **{"pod": {"num_instances": 1}, **sections, "run": run})
     with pytest.raises(ConfigError, match="--reset-timeout-s 300 must be below --report-timeout-s 60"):
         make(run={"reset_command": "reset", "report_timeout_s": 60})
-
-
-def test_evaluation_iterations_default_to_the_pipeline_stages(make: Any) -> None:
-    pipelined = make(training={ACCUMULATION: 7}, pod=FOUR_IPUS).geometry
-    assert (pipelined.evaluation_iterations, pipelined.evaluation_batch_size) == (4, 8 * 2 * 4)
-    sharded = make(training={"execution": "sharded"}, pod=FOUR_IPUS).geometry
-    assert sharded.evaluation_iterations == 1
 
 
 @pytest.mark.parametrize(
@@ -177,12 +180,9 @@ def test_instances_follow_the_hosts_in_order_and_sizes_are_checked() -> None:
     with pytest.raises(ClusterError, match="host h0 of pod has 16 IPUs and the plan puts 32 on it"):
         place(pod(2, 16), Sizes(16, 2, 4))
     hosts = "3 instances cannot be divided equally between the 2 hosts of pod; --num-instances can be 6$"
-    with pytest.raises(ConfigError, match=hosts):
-        placed(2, 6, 3, 1)
-    with pytest.raises(ConfigError, match="6 replicas .* 4 instances; .* 1, 2, 3, 6"):
-        Sizes(6, 4, 1)
-    with pytest.raises(ConfigError, match="64 replicas x 2 .* 128 IPUs.*instances 2"):
-        Sizes(64, 1, 2)
+    refused(hosts, placed, 2, 6, 3, 1)
+    refused("6 replicas .* 4 instances; .* 1, 2, 3, 6", Sizes, 6, 4, 1)
+    refused("64 replicas x 2 .* 128 IPUs.*instances 2", Sizes, 64, 1, 2)
 
 
 def test_device_ids_link_domains_and_partitions() -> None:
@@ -270,7 +270,7 @@ def test_the_largest_power_of_two_continues(hosts: int, replicas: int, left: str
     assert (plan.config.pod.replicas, plan.config.training.gradient_accumulation) == sizes_of(plan)
 
 
-def test_accumulation_instances_and_room_of_the_hosts_limit_the_replicas() -> None:
+def test_accumulation_instances_and_room_limit_the_replicas_with_which_a_run_continues() -> None:
     assert sizes_of(largest_fit(plan_on(3, 6, gradient_accumulation=2), rooms("ac", 2))) == (4, 3)
     plan = largest_fit(plan_on(2, 8, instances=4), rooms("b", 4))  # several instances of a host stay several
     assert [(spec.host, spec.local_replicas) for spec in plan.placement.instances] == [("b", 2), ("b", 2)]
@@ -279,6 +279,13 @@ def test_accumulation_instances_and_room_of_the_hosts_limit_the_replicas() -> No
     assert (sizes_of(plan), hosts_of(plan), plan.geometry.num_instances) == (sizes_of(full), "b", 2)
     plan = largest_fit(plan_on(4, 8), [Room("a", 1), Room("b", 2), Room("d", 2)])  # a host without enough is left out
     assert (sizes_of(plan), hosts_of(plan)) == ((4, 2), "bd")
+    plans = smaller_plans(plan_on(4, 8))
+    assert [(*sizes_of(plan), hosts_of(plan)) for plan in plans] == [(4, 2, "ab"), (2, 4, "a")]
+    assert smaller_plans(plan_on(1, 4)) == []
+    pod = {"replicas": 8, "num_instances": 4, "min_hosts": 2}
+    limited = dataclasses.replace(plan_on(4, 8), config=from_values({"pod": pod}))
+    assert "elastic  while hosts are lost: 4 replicas x 2 (accumulation) on 2 hosts\n" in render(limited)
+    assert "elastic" not in render(plan_on(4, 8))
 
 
 def test_without_room_the_error_names_the_hosts_and_graph_compile_domains_limit_the_instances() -> None:
@@ -287,22 +294,11 @@ def test_without_room_the_error_names_the_hosts_and_graph_compile_domains_limit_
     cluster = dataclasses.replace(full.placement.cluster, vipu=partition)
     full = dataclasses.replace(full, placement=dataclasses.replace(full.placement, cluster=cluster))
     assert sizes_of(largest_fit(full, rooms("a", 2))) == (2, 2)
-    with pytest.raises(ConfigError, match="partition p has 2 GCDs and the run 1 instance"):
-        largest_fit(full, rooms("a", 2), uses_partition=True)
+    refused("partition p has 2 GCDs and the run 1 instance", largest_fit, full, rooms("a", 2), uses_partition=True)
     for room in ([], rooms("a", 0)):
         with pytest.raises(ConfigError, match=r"can continue on the hosts that respond: (none|a \(0\))$") as caught:
             largest_fit(plan_on(2, 4), room)
         assert "\n" not in str(caught.value)
-
-
-def test_the_plan_shows_what_the_run_continues_with() -> None:
-    plans = smaller_plans(plan_on(4, 8))
-    assert [(*sizes_of(plan), hosts_of(plan)) for plan in plans] == [(4, 2, "ab"), (2, 4, "a")]
-    assert smaller_plans(plan_on(1, 4)) == []
-    pod = {"replicas": 8, "num_instances": 4, "min_hosts": 2}
-    limited = dataclasses.replace(plan_on(4, 8), config=from_values({"pod": pod}))
-    assert "elastic  while hosts are lost: 4 replicas x 2 (accumulation) on 2 hosts\n" in render(limited)
-    assert "elastic" not in render(plan_on(4, 8))
 
 
 def samples_of_update(plan: Plan, update: int) -> List[List[int]]:
@@ -329,3 +325,72 @@ def test_every_update_has_the_same_micro_batches_in_the_same_order(of: Any, size
     plan = largest_fit(full, rooms("abcdefgh"[: min(left, hosts)], per_host))
     assert plan.geometry.total_replicas == per_host * max(1 << k for k in range(4) if 1 << k <= min(left, hosts))
     assert samples_of_update(plan, update) == samples_of_update(full, update)
+
+
+def test_the_reports_of_popvision_have_a_folder_for_each_instance(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", '{"opt.a": "b"}')
+    plan = make(ipu={"ipu_profile": "/data/reports/"})
+    (first, second) = (instance_environment(plan, spec) for spec in plan.placement.instances)
+    of_first = {"opt.a": "b", "autoReport.all": "true", "autoReport.directory": "/data/reports/instance-0"}
+    assert json.loads(first["POPLAR_ENGINE_OPTIONS"]) == of_first
+    assert "instance-1" in second["POPLAR_ENGINE_OPTIONS"]
+    assert "POPLAR_ENGINE_OPTIONS" not in instance_environment(make(), plan.placement.instances[0])
+    monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", "opt.a=b")
+    with pytest.raises(ConfigError, match="POPLAR_ENGINE_OPTIONS=opt.a=b is not a JSON object"):
+        instance_environment(plan, plan.placement.instances[0])
+
+
+def test_the_variables_are_those_of_poprun() -> None:
+    """The known case: 8 replicas of 2 IPUs in 4 instances."""
+    pod = {"replicas": 8, "num_instances": 4, "ipus_per_replica": 2}
+    config = from_values({"pod": pod, "training": {"model": "own:build", "gradient_accumulation": 3}})
+    hosts = tuple(Host(f"h{index}", f"10.0.0.{index}") for index in range(2))
+    plan = make_plan(config, Cluster("pod", hosts), TaskFacts(DatasetSize(1000, 10)), "run")
+    env = [instance_environment(plan, spec) for spec in plan.placement.instances]
+    for name, values in {
+        "POPDIST_REPLICA_INDEX_OFFSET": "0246",
+        "POPDIST_LOCAL_INSTANCE_INDEX": "0101",
+        "POPDIST_NUM_TOTAL_REPLICAS": "8888",
+        "POPDIST_NUM_LOCAL_REPLICAS": "2222",
+        "POPDIST_NUM_IPUS_PER_REPLICA": "2222",
+        "HOROVOD_RANK": "0123",
+        "HOROVOD_CROSS_RANK": "0011",
+        "RDMAV_FORK_SAFE": "1111",
+    }.items():
+        assert [each[name] for each in env] == list(values), name
+
+
+@pytest.mark.parametrize(("gcds", "expected"), [(4, "0123"), (1, "0000"), (None, "0123")])
+def test_the_variables_name_the_gcd_of_an_instance(gcds: Optional[int], expected: str) -> None:
+    vipu = VipuPartition("p", server="v", port=9000, gcds=gcds)
+    placement = place(Cluster("pod", (Host("h0", "h0"), Host("h1", "h1")), vipu=vipu), Sizes(8, 4, 2))
+    found = [device_environment(placement, spec) for spec in placement.instances]
+    assert [env["IPUOF_VIPU_API_GCD_ID"] for env in found] == list(expected)
+    of_partition = [f"IPUOF_VIPU_API_{name}" for name in ("HOST", "PORT", "PARTITION_ID")]
+    assert {tuple(env[name] for name in of_partition) for env in found} == {("v", "9000", "p")}
+    without = place(LOCAL, Sizes(2, 2, 1))
+    assert device_environment(without, without.instances[0]) == {}
+
+
+def test_the_variables_depend_only_on_the_plan_and_strict_mode_is_one_of_them(make: Any) -> None:
+    plan = make(pod={"threads_per_replica": 3, "executable_cache_path": "/cache"})
+    before = dict(os.environ)
+    first = instance_environment(plan, plan.placement.instances[1])
+    assert first == instance_environment(plan, plan.placement.instances[1])
+    assert dict(os.environ) == before
+    assert (first["OMP_NUM_THREADS"], first["POPTORCH_CACHE_DIR"]) == ("3", "/cache")
+    for words, expected in (([], None), (["--strict"], "1"), (["--no-strict"], "0")):
+        parser = FlagParser()
+        flags.add_flags(parser)
+        plan = make(run={"strict": resolve.resolve(parser.parse_args(words)).run.strict})
+        assert instance_environment(plan, plan.placement.instances[1]).get("EMULATED_POD_STRICT") == expected
+
+
+def test_torchvision_is_imported_after_another_sitecustomize(make: Any, tmp_path: Path, processes: None) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.from_the_environment = 42\n")
+    plan = make()
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, **instance_environment(plan, plan.placement.instances[0], paths)}
+    program = "import torchvision; print(from_the_environment, torchvision.models.resnet18().fc)"
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("42 Linear("), done.stderr

@@ -54,9 +54,7 @@ def test_what_a_command_does_not_import(command: str, absent: str, run_python: A
     assert "replica" in output or "usage: raypod COMMAND" in output
 
 
-def test_the_plan_shows_the_cores_per_replica_and_where_the_weights_are_the_same(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_shows_the_cores_per_replica_and_where_the_weights_are_the_same(make: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     assert "8 CPUs per host for 2 replicas: 4 per replica, 1 thread each\n" in render(make(pod={"replicas": 2}))
     sixteen = make(pod={"replicas": 16, "bind_cores": True})
@@ -85,7 +83,7 @@ def test_the_cores_of_other_hosts_are_those_of_the_cluster_file() -> None:
     assert place(four, Sizes(16, 16, 1), 8).oversubscription.endswith("use fewer of both")
 
 
-def test_a_plan_shows_the_samples_that_are_left_out_of_each_epoch(make: Any) -> None:
+def test_a_plan_shows_samples_that_are_left_out_and_what_evaluations_and_the_average_transfer(make: Any) -> None:
     left_out = "29 of 1437 images left out of each"
     assert f"length  660 updates, 44 per epoch ({left_out}), 15 segments\n" in render(make())
     assert f"length  660 updates (15 epochs of 44; {left_out})\n" in render_brief(make(), 80)
@@ -93,6 +91,13 @@ def test_a_plan_shows_the_samples_that_are_left_out_of_each_epoch(make: Any) -> 
     whole = make(data={"dataset": "synthetic", "samples": 64}, training={"epochs": 1, "batch_size": 16})
     assert "length  1 update, 1 per epoch, 1 segment\n" in render(whole)
     assert "length  1 update (1 epoch of 1)\n" in render_brief(whole)
+    shown = render(make(training={"epochs": 3}))
+    assert "evaluation  after the training; on IPUs it transfers the weights 2 x and the optimizer state 1 x" in shown
+    assert "during the training" not in shown
+    assert "average" not in shown
+    shown = render(make(training={"epochs": 3, "evaluate_every": 1, "ema": 0.99}))
+    assert "evaluation  2 times during the training; on IPUs each transfers the weights 3 x and the optimizer" in shown
+    assert "average  of the weights, which are read back every 10 updates\n" in shown
 
 
 def test_a_plan_is_folded_to_its_column_except_in_paths_and_instances(make: Any) -> None:
@@ -116,16 +121,6 @@ def test_the_placement_says_how_many_ipus_of_the_cluster_are_used(make: Any) -> 
     for text in (render(plan), render_brief(plan)):
         assert "= 4 IPUs of 32" in text
     assert " of " not in render_brief(alone).split("placement")[1].splitlines()[0]
-
-
-def test_the_plan_shows_what_evaluations_and_the_average_transfer(make: Any) -> None:
-    shown = render(make(training={"epochs": 3}))
-    assert "evaluation  after the training; on IPUs it transfers the weights 2 x and the optimizer state 1 x" in shown
-    assert "during the training" not in shown
-    assert "average" not in shown
-    shown = render(make(training={"epochs": 3, "evaluate_every": 1, "ema": 0.99}))
-    assert "evaluation  2 times during the training; on IPUs each transfers the weights 3 x and the optimizer" in shown
-    assert "average  of the weights, which are read back every 10 updates\n" in shown
 
 
 def test_every_file_has_its_writer_and_its_line_in_the_documentation() -> None:

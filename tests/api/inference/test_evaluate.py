@@ -1,16 +1,20 @@
-"""`raypod evaluate`: the evaluation of the training, bit for bit; `raypod average`."""
+"""`raypod evaluate`, the evaluation of the training, bit for bit; `raypod average`; `raypod predict`."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from raypod import train
 from raypod.__main__ import main
@@ -18,6 +22,7 @@ from raypod.api.inference import evaluate as module
 from raypod.api.inference import settings
 from raypod.api.inference.average import mean
 from raypod.api.inference.evaluate import evaluate
+from raypod.api.inference.predict import generate, predict
 from raypod.errors import ConfigError
 from raypod.plan import layout
 from raypod.plan.compatibility import check_compatible
@@ -25,7 +30,9 @@ from raypod.plan.plan import Plan
 from raypod.plan.resolve import from_values
 from raypod.runs import run_state
 from raypod.training.checkpoint import storage, tensors
-from tests.support.trained_runs import train_inline
+from tests.support import image_folders
+from tests.support.refused import refused
+from tests.support.trained_runs import digits, logits, normalized, train_inline
 
 OF_FOLDERS = {"policy": "rand-augment", "rand_augment_ops": 3, "random_erasing": 0.5, "shuffle_window": 3}
 Fails = Callable[[List[str]], str]
@@ -40,19 +47,18 @@ def summary(run: Path) -> Dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
+def test_other_data_are_without_the_settings_of_the_data_of_the_run() -> None:
+    for data in (
         {"dataset": "imagefolder", "jpeg_decoder": "simplejpeg", "cache_size": "2GB", **OF_FOLDERS},
         {"dataset": "synthetic", "samples": 64, "image": "1x8x8", "classes": 3},
-    ],
-)
-def test_other_data_are_without_the_settings_of_the_data_of_the_run(data: Dict[str, Any]) -> None:
-    values = settings.changed(from_values({"data": data}), {"data.dataset": "digits"}, settings.EVALUATION)
-    check_compatible(settings.config_of(values, "the test"))
+    ):
+        values = settings.changed(from_values({"data": data}), {"data.dataset": "digits"}, settings.EVALUATION)
+        check_compatible(settings.config_of(values, "the test"))
 
 
-def test_the_result_is_that_of_the_training(digits_run: Path) -> None:
+def test_the_result_is_that_of_the_training_and_several_instances_are_those_of_ray(
+    digits_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = {str(path): path.stat().st_mtime_ns for path in digits_run.rglob("*")}
     last = evaluations(digits_run)[-1]
     # The same checkpoint by its default, name, update and path, on another placement.
@@ -62,14 +68,11 @@ def test_the_result_is_that_of_the_training(digits_run: Path) -> None:
     assert found["weights_sha256"] == summary(digits_run)["weights_sha256"]
     assert {str(path): path.stat().st_mtime_ns for path in digits_run.rglob("*")} == before
 
-
-def test_several_instances_are_those_of_ray(digits_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fleet_for(plan: Plan, report: Any) -> Any:
         raise ConfigError(f"{plan.is_inline} {plan.geometry.num_instances}")
 
     monkeypatch.setattr(module, "fleet_for", fleet_for)
-    with pytest.raises(ConfigError, match="False 2"):
-        evaluate(digits_run, num_instances=2)
+    refused("False 2", evaluate, digits_run, num_instances=2)
 
 
 def test_the_best_checkpoint_a_half_precision_and_an_average(digits_run: Path, half_run: Path, tmp_path: Path) -> None:
@@ -96,13 +99,10 @@ def test_output_is_a_line_json_or_a_file(digits_run: Path, tmp_path: Path, capsy
     found = json.loads(capsys.readouterr().out)
     assert json.loads(file.read_text()) == found
     assert main(["evaluate", str(digits_run), "training.batch_size=16"]) == 0
-    assert (
-        f"accuracy {found['accuracy']:.2f} %, top5_accuracy {found['top5_accuracy']:.2f} %, calibration_error"
-        in capsys.readouterr().out
-    )
+    line = f"accuracy {found['accuracy']:.2f} %, top5_accuracy {found['top5_accuracy']:.2f} %, calibration_error"
+    assert line in capsys.readouterr().out
     found = evaluate(digits_run, dataset="synthetic", image="1x8x8", samples=256)
-    assert found["dataset"] == "synthetic"
-    assert found["samples"] != 360
+    assert (found["dataset"], found["samples"] != 360) == ("synthetic", True)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,7 @@ def test_a_run_that_trains_or_has_no_checkpoints(copy: Path, fails: Fails) -> No
     ticks = run_state.process_start_ticks(parent) or 0
     running = dataclasses.replace(state, state="running", exit_code=None, pid=parent, started_ticks=ticks)
     (copy / layout.STATE).write_text(json.dumps(dataclasses.asdict(running)))
-    with pytest.raises(ConfigError, match="is still training .*--checkpoint last"):
-        evaluate(copy)
+    refused("is still training .*--checkpoint last", evaluate, copy)
     (copy / layout.STATE).write_text(json.dumps(dataclasses.asdict(dataclasses.replace(running, host="elsewhere"))))
     assert evaluate(copy)["update"] == 22, "its coordinator died there: it has no lease"
     assert evaluate(copy, "last")["update"] == 22
@@ -166,18 +165,16 @@ def test_a_run_that_trains_or_has_no_checkpoints(copy: Path, fails: Fails) -> No
     assert "contains no checkpoint" in fails(["evaluate", str(copy), "--checkpoint", "best"])
 
 
-def test_means_are_computed_in_float64_and_integers_are_the_newest() -> None:
+def test_the_average_is_written_evaluated_and_a_start_and_computed_in_float64(
+    digits_run: Path, tmp_path: Path, capsys: Any
+) -> None:
     values = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
     states = [{"w": value, "n": torch.tensor(index)} for index, value in enumerate(values)]
     found = mean(states)
     assert found["w"].dtype == torch.float32
     assert found["w"].item() == torch.tensor(1 / 3).item()  # float32 would lose the 1
     assert found["n"].item() == 0
-    with pytest.raises(ConfigError, match="the checkpoints are of different models: w differs"):
-        mean([*states, {**states[0], "w": torch.zeros(2)}])
-
-
-def test_the_average_is_written_evaluated_and_a_start(digits_run: Path, tmp_path: Path, capsys: Any) -> None:
+    refused("the checkpoints are of different models: w differs", mean, [*states, {**states[0], "w": torch.zeros(2)}])
     file = tmp_path / "mean.safetensors"
     assert main(["average", str(digits_run), "--last", "3", "--output", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -196,3 +193,97 @@ def test_the_average_is_written_evaluated_and_a_start(digits_run: Path, tmp_path
     assert (alone["loss"], alone["weights_sha256"]) == (found["average"]["loss"], found["weights_sha256"])
     flags = ["--fleet", "inline", "--replicas", "1", "--updates", "1", "--device", "emulated"]
     assert train.main([*flags, "--init-weights", str(file), "--run-dir", str(tmp_path / "run")]) == 0
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Test digits as files: greyscale, RGB, 16 bits, enlarged JPEG."""
+    folder = tmp_path / "images"
+    (folder / "more").mkdir(parents=True)
+    pixels = digits()[:2, 0].numpy()
+    Image.fromarray(pixels[0]).save(str(folder / "grey.png"))
+    Image.fromarray(np.stack([pixels[0]] * 3, axis=-1)).save(str(folder / "rgb.png"))
+    Image.fromarray(pixels[0].astype(np.uint16) << 8).save(str(folder / "sixteen.png"))
+    Image.fromarray(pixels[1]).resize((64, 40)).save(str(folder / "more" / "large.JPG"), "JPEG")
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+def test_predictions_are_those_of_the_network(digits_run: Path, half_run: Path, images: Path) -> None:
+    found = predict(digits_run, [images], top=10)
+    assert [Path(each["image"]).name for each in found] == ["grey.png", "large.JPG", "rgb.png", "sixteen.png"]
+    expected = torch.softmax(logits(digits_run, normalized(digits()[:1])), dim=1)[0]
+    for record in (found[0], found[2], found[3]):
+        values = {each["class"]: each["probability"] for each in record["predictions"]}
+        assert values == pytest.approx(dict(enumerate(expected.tolist())), abs=1e-6)
+        assert record["predictions"][0]["class"] == int(expected.argmax())
+    assert sum(each["probability"] for each in found[1]["predictions"]) == pytest.approx(1, abs=1e-5)
+    (found_half,) = predict(half_run, [images / "grey.png"], top=20)
+    assert len(found_half["predictions"]) == 10
+
+
+def test_output_is_a_table_json_or_csv(digits_run: Path, images: Path, capsys: Any) -> None:
+    command = ["predict", str(digits_run), str(images / "grey.png"), "--top", "2"]
+    assert main([*command, "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert main([*command, "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["class"] for row in rows] == [str(each["class"]) for each in record["predictions"]]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["image", "rank", "class", "name", "probability"]
+    assert lines[1].split()[2] == rows[0]["class"]
+
+
+def test_class_names_and_transform_of_image_folders_and_a_sample_that_cannot_be_read(
+    tmp_path: Path, fails: Any
+) -> None:
+    folder = image_folders.write(tmp_path / "data")
+    flags = ["--dataset", "imagefolder", "--data-dir", str(folder), "--image-size", "16", "--replicas", "1"]
+    run = train_inline(tmp_path / "run", *flags, "--batch-size", "4", "--updates", "1", "--model", "tiny")
+    (found,) = predict(run, [folder / "val" / "dog" / "a.JPEG"])
+    assert {each["name"] for each in found["predictions"]} == {"cat", "dog"}
+    words = ["predict", str(run), str(folder / "val" / "dog" / "a.JPEG")]
+    for split, name in (("val", "test"), ("train", "training")):
+        path = folder / split / "cat" / "a.JPEG"
+        path.write_bytes(path.read_bytes()[:99])
+        message = fails(words)
+        assert f"{name} sample 0" in message
+        assert str(path) in message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no.png"], "no.png: there is no such image"),
+        (["empty"], "empty contains no images"),
+        (["images/notes.txt"], "cannot read the image images/notes.txt"),
+        (["images/grey.png", "--top", "0"], "--top 0 must be at least 1"),
+        (["images/grey.png", "--prompt", "x"], "one of the two"),
+        ([], "one of the two"),
+        (["images/grey.png", "--seed", "0"], "--seed has no effect without --prompt"),
+        (["--prompt", "x", "--top", "2"], "--top has no effect with --prompt"),
+        (["--prompt", "x"], "the task image-classification generates no text"),
+        (["images/grey.png", "--json", "--csv"], "not allowed with"),
+    ],
+)
+def test_wrong_requests_of_predictions(
+    digits_run: Path, images: Path, fails: Any, monkeypatch: Any, words: Any, message: str
+) -> None:
+    monkeypatch.chdir(images.parent)
+    Path("empty").mkdir()
+    assert message in fails(["predict", str(digits_run), *words])
+
+
+def test_a_language_model_continues_a_text(tmp_path: Path, fails: Any) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("abcd" * 2000)
+    flags = ["--task", "language-model", "--text", str(text), "--sequence-length", "16", "--batch-size", "16"]
+    run = train_inline(tmp_path / "run", *flags, "--replicas", "1", "--epochs", "2", "--warmup-updates", "2")
+    assert generate(run, "abcdabcd", length=8, temperature=0) == "abcdabcd"
+    assert generate(run, "abcdabcd", length=20, seed=1) == generate(run, "abcdabcd", length=20, seed=1)
+    assert "has no predictions of files" in fails(["predict", str(run), str(text)])
+    assert "must not be empty" in fails(["predict", str(run), "--prompt", ""])
+    message = fails(["evaluate", str(run), "task.sequence_length=8"])
+    assert "embedding.places.weight is [8, 128] in the model and [16, 128]" in message
+    assert "classes" not in message  # a language model has none

@@ -41,8 +41,7 @@ def test_safetensors_has_the_weights_and_describes_them(digits_run: Path, tmp_pa
         metadata = opened.metadata()
     summary = json.loads((digits_run / "summary.json").read_text())
     sha256 = tensors.weights_sha256({name: found[name] for name in weights_of(digits_run, 22)})
-    assert sha256 == summary["weights_sha256"]
-    assert metadata["raypod.update"] == "22"
+    assert (sha256, metadata["raypod.update"]) == (summary["weights_sha256"], "22")
     assert json.loads(metadata["raypod.description"])["classes"] == [str(digit) for digit in range(10)]
     assert "resnet8" in metadata["raypod.config"]
 
@@ -72,12 +71,17 @@ def test_a_file_of_other_outputs_is_removed(digits_run: Path, tmp_path: Path, mo
     assert not list(tmp_path.iterdir())
 
 
-def test_a_network_that_cannot_be_traced(tmp_path: Path) -> None:
+def test_a_network_that_cannot_be_traced_and_packages_that_are_missing(
+    tmp_path: Path, digits_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = "tests.support.trained_runs:Untraceable"
     run = train_inline(tmp_path / "run", "--replicas", "1", "--updates", "1", "--model", model)
     with pytest.raises(RunError, match="cannot be exported as torchscript: ValueError: no tracing"):
         export(run, "torchscript", tmp_path / "model.pt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    with pytest.raises(ConfigError, match=r"needs onnx and onnxruntime: pip install 'raypod\[onnx\]'"):
+        export(digits_run, "onnx")
 
 
 @pytest.mark.parametrize(
@@ -94,9 +98,3 @@ def test_a_network_that_cannot_be_traced(tmp_path: Path) -> None:
 def test_wrong_requests(digits_run: Path, fails: Any, flags: List[str], message: str) -> None:
     assert message in fails(["export", str(digits_run), *flags])
     assert not list(digits_run.glob("resnet8-*"))
-
-
-def test_onnx_without_its_packages(digits_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
-    with pytest.raises(ConfigError, match=r"needs onnx and onnxruntime: pip install 'raypod\[onnx\]'"):
-        export(digits_run, "onnx")

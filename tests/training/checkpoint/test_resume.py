@@ -29,6 +29,7 @@ from raypod.training.checkpoint import resume, storage, writer
 from raypod.training.checkpoint.format import Checkpoint, best_of
 from raypod.training.checkpoint.resume import manifest_of
 from raypod.training.checkpoint.storage import checkpoints_folder
+from tests.support.refused import refused
 from tests.support.saved_runs import flip_a_bit, run, save, weights_of
 
 Make = Callable[..., Plan]
@@ -80,8 +81,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(make: Make,
     (message,) = found.damaged
     assert "update-00000088" in message
     assert "is damaged" in message
-    with pytest.raises(ConfigError, match="update-00000088"):
-        find(make, checkpoints_folder(plan.run_dir) / "update-00000088")
+    refused("update-00000088", find, make, checkpoints_folder(plan.run_dir) / "update-00000088")
 
 
 def test_checkpoints_that_a_run_has_left_behind_are_neither_the_best_nor_kept_for_it(make: Make) -> None:
@@ -99,11 +99,9 @@ def test_checkpoints_that_a_run_has_left_behind_are_neither_the_best_nor_kept_fo
 def test_without_a_valid_checkpoint_there_is_an_error(make: Make, tmp_path: Path) -> None:
     plan = make()
     for where in (tmp_path, tmp_path / "checkpoints" / "update-00000044", tmp_path / "nowhere"):
-        with pytest.raises(ConfigError, match="--resume"):
-            find(make, where)
+        refused("--resume", find, make, where)
     DAMAGES["a truncated file"](save(plan, 44).path)
-    with pytest.raises(ConfigError, match=r"no valid checkpoint: .*weights\.safetensors has 4 bytes, expected"):
-        find(make, plan.run_dir)
+    refused(r"no valid checkpoint: .*weights\.safetensors has 4 bytes, expected", find, make, plan.run_dir)
 
 
 @pytest.mark.parametrize("fault", [errno.EIO, errno.ESTALE, None])
@@ -123,8 +121,7 @@ def test_the_same_command_does_not_start_again_if_no_checkpoint_can_be_read(
     else:
         monkeypatch.setattr(os, "scandir", unreadable)
         cause = os.strerror(fault)
-    with pytest.raises(ConfigError, match=f"no checkpoint that can be read: .*{cause}.*; continue when one of them"):
-        resume.resume_interrupted(plan)
+    refused(f"no checkpoint that can be read: .*{cause}.*; continue when one of them", resume.resume_interrupted, plan)
 
 
 def test_a_folder_of_runs_or_of_checkpoints_is_an_error_that_names_the_run(
@@ -136,18 +133,13 @@ def test_a_folder_of_runs_or_of_checkpoints_is_an_error_that_names_the_run(
         config = tmp_path / "runs" / name / "config.yaml"
         config.write_text("{}")
         os.utime(str(config), (index % 2, index % 2))
-    with pytest.raises(ConfigError, match="runs is no run folder; it contains 3 runs, the newest is runs/newest$"):
-        find(make, "runs")
-    with pytest.raises(ConfigError, match=r"is no run folder; did you mean runs/older\?$"):
-        find(make, "runs/older/checkpoints/")
-    with pytest.raises(ConfigError, match="runs/older/checkpoints contains no checkpoint; repeat the command that"):
-        find(make, "runs/older")
+    refused("runs is no run folder; it contains 3 runs, the newest is runs/newest$", find, make, "runs")
+    refused(r"is no run folder; did you mean runs/older\?$", find, make, "runs/older/checkpoints/")
+    refused("runs/older/checkpoints contains no checkpoint; repeat the command that", find, make, "runs/older")
     (tmp_path / "runs" / "older" / "checkpoints" / "LATEST").touch()
     for name in ("config.yaml", "checkpoints/LATEST"):
-        with pytest.raises(ConfigError, match=rf"{name}: a file is no run folder; did you mean runs/older\?$"):
-            find(make, f"runs/older/{name}")
-    with pytest.raises(ConfigError, match="elsewhere: there is no such run folder or checkpoint$"):
-        find(make, "runs/elsewhere")
+        refused(rf"{name}: a file is no run folder; did you mean runs/older\?$", find, make, f"runs/older/{name}")
+    refused("elsewhere: there is no such run folder or checkpoint$", find, make, "runs/elsewhere")
 
 
 def test_the_message_about_a_finished_training_names_all_that_is_needed_to_continue_it(make: Make) -> None:
@@ -156,11 +148,9 @@ def test_the_message_about_a_finished_training_names_all_that_is_needed_to_conti
         find(make, save(make(training=constant), 44).path, training=constant)
     path, anyway = save(make(training={"epochs": 1}), 44).path, {"resume_anyway": "total_updates"}
     both = "set a larger --epochs or --updates, and --resume-anyway total_updates: the schedule"
-    with pytest.raises(ConfigError, match=both):
-        find(make, path, training={"epochs": 1})
+    refused(both, find, make, path, training={"epochs": 1})
     assert find(make, path, run=anyway, training={"epochs": 2}).checkpoint.update == 44
-    with pytest.raises(ConfigError, match="set a larger --epochs or --updates$"):
-        find(make, path, run=anyway, training={"epochs": 1})
+    refused("set a larger --epochs or --updates$", find, make, path, run=anyway, training={"epochs": 1})
 
 
 @pytest.mark.parametrize(
@@ -203,9 +193,7 @@ def test_a_run_in_half_continues_with_the_numerics_of_its_checkpoint(make: Make,
     assert found == {"stochastic_rounding": is_recorded, "partials": "half" if is_recorded else "float"}
 
 
-def test_the_placement_may_differ_and_safe_settings_if_resume_anyway_names_them(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_placement_may_differ_and_safe_settings_if_resume_anyway_names_them(make: Make, monkeypatch: Any) -> None:
     path = save(make(), 44).path
     assert find(make, path, pod={"num_instances": 4}, data={"num_workers": 2}).checkpoint.update == 44
     named = {"resume_anyway": "learning_rate, total_updates, lr_schedule, memory_format"}
@@ -214,8 +202,7 @@ def test_the_placement_may_differ_and_safe_settings_if_resume_anyway_names_them(
     with pytest.raises(ConfigError, match="--resume-anyway replicas: .*allowed are .*learning_rate"):
         find(make, path, run={"resume_anyway": "replicas"}, pod={"replicas": 8})
     monkeypatch.setenv("EMULATED_POD_COMPILE", "1")
-    with pytest.raises(ConfigError, match="compiled is False and this run's is True; --resume-anyway compiled"):
-        find(make, path)
+    refused("compiled is False and this run's is True; --resume-anyway compiled", find, make, path)
     assert find(make, path, run={"resume_anyway": "compiled"}).checkpoint.update == 44
 
 
@@ -239,8 +226,7 @@ def test_other_data_is_refused_unless_resume_anyway_names_it(make: Make) -> None
     saved = Checkpoint(checkpoint.path, manifest_of(plan, 44, 1, "aa-12", {}))
     resume.check_data(plan, saved, "aa-12")
     changed = r"have been changed under their names \(data_fingerprint\); --resume-anyway data_fingerprint resumes with"
-    with pytest.raises(ConfigError, match=changed):
-        resume.check_data(plan, saved, "aa-13")
+    refused(changed, resume.check_data, plan, saved, "aa-13")
     resume.check_data(make(run={"resume_anyway": "data_fingerprint"}), saved, "aa-13")
 
 
@@ -256,8 +242,7 @@ def test_another_number_of_replicas_resumes_only_an_elastic_run_with_equal_updat
     if is_equal:
         assert find(make, path, pod=elastic, **sections).checkpoint.update == 44
     else:
-        with pytest.raises(ConfigError, match="pod.replicas is 4 and this run's is 8$"):
-            find(make, path, pod=elastic, **sections)
+        refused("pod.replicas is 4 and this run's is 8$", find, make, path, pod=elastic, **sections)
 
 
 # Dropout and BatchNorm have state per replica, which must be restored too.
@@ -460,8 +445,7 @@ def test_segments_from_any_update_cover_the_rest_of_the_run_once(
 
 def test_an_interval_that_is_invalid_or_ends_within_a_call_is_refused(make: Make) -> None:
     for every in ("0 updates", "1.5 epochs", "-1 updates", "often", "10", "0 minutes", "3 parsecs"):
-        with pytest.raises(ConfigError, match="run.checkpoint_every"):
-            from_values({"run": {"checkpoint_every": every}})
+        refused("run.checkpoint_every", from_values, {"run": {"checkpoint_every": every}})
     with pytest.raises(ConfigError, match="--checkpoint-every 10 is not a whole number of calls of 4 .* use 8 or 12"):
         make(training={"device_iterations": 4}, run={"checkpoint_every": "10 updates"})
     with pytest.raises(ConfigError, match="--snapshot-every 3 is not a whole number of calls of 4 .* use 4"):

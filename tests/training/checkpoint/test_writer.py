@@ -206,8 +206,15 @@ def test_a_disk_that_stays_full_ends_the_run_and_keeps_older_checkpoints(
     assert valid is None if is_first else valid is not None and 8 <= valid.update < 120
 
 
-def test_a_write_that_is_interrupted_before_its_thread_has_started_can_be_closed(make: Make, monkeypatch: Any) -> None:
-    """LeaseLost is raised by a signal handler, anywhere in the main thread."""
+def test_a_run_folder_that_is_gone_is_not_created_again_and_an_interrupted_write_can_be_closed(
+    tmp_path: Path, make: Make, monkeypatch: Any
+) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with storage.unique_file(checkpoints) as path:
+        assert path is None
+    with pytest.raises(FileNotFoundError), storage.new_checkpoint(checkpoints, 4):
+        pytest.fail("the folder of an unmounted disk was created")
+    assert not list(tmp_path.iterdir())
     plan = make()
     background = writer.BackgroundWriter(plan)
 
@@ -219,15 +226,6 @@ def test_a_write_that_is_interrupted_before_its_thread_has_started_can_be_closed
         background.begin(resume.manifest_of(plan, 1, 1, "", {}), writer.State({"weight": torch.ones(2)}, {}))
     background.close()
     assert background.finish() == ()
-
-
-def test_a_run_folder_that_is_gone_is_not_created_again(tmp_path: Path) -> None:
-    checkpoints = tmp_path / "run" / "checkpoints"
-    with storage.unique_file(checkpoints) as path:
-        assert path is None
-    with pytest.raises(FileNotFoundError), storage.new_checkpoint(checkpoints, 4):
-        pytest.fail("the folder of an unmounted disk was created")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture

@@ -78,15 +78,12 @@ def test_the_rows_of_a_shortened_file_are_those_of_the_file(options: Any, factor
             assert np.array_equal(found[:used], whole[:used])
 
 
-def test_files_that_cannot_be_shortened_are_decoded_as_a_whole() -> None:
+def test_files_that_cannot_be_shortened_and_pixels_are_those_of_pillow_also_if_other_decoders_warn() -> None:
     progressive, plain = jpeg(130, 200, progressive=True), jpeg(130, 200)
     for data in (progressive, plain[:-2], plain + b"0", plain[:300], b"\xff\xd8"):
         assert image_decoders._shortened(data, 64) is None
     ours, theirs = (samples(progressive, decoder, 64, True, 6) for decoder in ("simplejpeg", "pillow"))
     assert int((torch.stack(ours) - torch.stack(theirs)).abs().max()) <= 2
-
-
-def test_the_decoded_pixels_are_those_of_pillow_also_if_other_decoders_warn() -> None:
     data = jpeg(120, 120)
     ours = samples(data, "simplejpeg", 105, is_random=False, count=1)[0]  # resized to 120: the decoded pixels
     with Image.open(io.BytesIO(data)) as image:
@@ -145,21 +142,18 @@ def started(instance: int, **versions: str) -> InstanceStarted:
     return InstanceStarted(instance, f"host-{instance}", 1, "emulated", "", 1, (), "data", tuple(versions.items()))
 
 
-def test_hosts_with_different_decoders_are_an_error(plan: Plan, make: Any) -> None:
+def test_decoders_that_differ_between_hosts_or_from_the_checkpoint_are_an_error(plan: Plan, make: Any) -> None:
     assert "imagefolder: 12 training, 2 test, 224x224 pixels, decoded by simplejpeg" in render(plan)
     assert describe(plan)["dataset"]["jpeg_decoder"] == "simplejpeg"
     check_same_data(plan, [started(0, simplejpeg="1.7.3"), started(1, simplejpeg="1.9.0")])
     with pytest.raises(ConfigError, match="instance 1 on host host-1 decodes images with simplejpeg 2, and instance"):
         check_same_data(plan, [started(0, simplejpeg="1.9.0"), started(1, simplejpeg="2.0.0")])
     check_same_data(make(), [started(0, pillow="10.4.0"), started(1, pillow="13.0.0")])
-
-
-def test_a_checkpoint_of_another_decoder_is_named(plan: Plan, make: Any) -> None:
     manifest = resume.manifest_of(plan, 1, 0, "data", {"simplejpeg": "1.9.0"})
     with_pillow = {**resume.settings_of(plan), "data.jpeg_decoder": "pillow"}
-    assert resume.first_difference(manifest, with_pillow, []) == (
-        "its data.jpeg_decoder is simplejpeg and this run's is pillow; --resume-anyway jpeg_decoder resumes with pillow"
-    )
+    words = "its data.jpeg_decoder is simplejpeg and this run's is pillow"
+    found = resume.first_difference(manifest, with_pillow, [])
+    assert found == f"{words}; --resume-anyway jpeg_decoder resumes with pillow"
     checkpoint: Any = type("Saved", (), {"path": "update-1", "manifest": manifest})
     check_same_data(plan, [started(0, simplejpeg="1.7.3")], checkpoint)
     with pytest.raises(ConfigError, match="update-1: its images were decoded with simplejpeg 1, and this run's are"):
