@@ -137,7 +137,6 @@ def test_a_former_name_is_the_same_module(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.deprecated_call(match="^raypod.datasets is now raypod.training.data;") as warned:
         assert importlib.import_module("raypod.datasets.digits") is module
     assert [each.filename for each in warned] == [importlib.__file__]
-    assert module.__spec__ is not None
     assert module.__spec__.name == "raypod.training.data.digits"
     assert importlib.util.find_spec("raypod.datasets.no_such_module") is None
     from raypod.cli import lr_range

@@ -34,7 +34,7 @@ def write(folder: Path, text: str) -> str:
     return str(folder / "pod.yaml")
 
 
-def test_hosts_have_the_order_of_the_file_and_the_ipus_of_the_start_commands(tmp_path: Path) -> None:
+def test_hosts_have_the_order_of_the_file_and_the_settings_of_raypod_and_of_the_start_commands(tmp_path: Path) -> None:
     assert read_cluster(None) is LOCAL
     cluster = read_cluster(write(tmp_path, GOOD))
     addresses = [host.address for host in cluster.hosts]
@@ -45,9 +45,6 @@ def test_hosts_have_the_order_of_the_file_and_the_ipus_of_the_start_commands(tmp
     assert (host.ipus, host.cpus) == (4, 64)
     workers = "worker_start_ray_commands:\n  - ray start --resources='{\"IPU\":4}'\n"
     assert [host.ipus for host in read_cluster(write(tmp_path, GOOD + workers)).hosts] == [16, 4, 4]
-
-
-def test_settings_of_raypod_and_of_the_start_commands(tmp_path: Path) -> None:
     text = (
         "cluster_name: pod\nprovider: {type: local, head_ip: a, worker_ips: [b]}\nauth: {ssh_user: me}\n"
         "metadata: {raypod: {instances_per_host: 2, data_network: 10.1.0.0/16, numa: true, sdk: /opt/sdk, "
@@ -283,7 +280,6 @@ def test_raypod_reads_the_cluster_file_and_every_value_of_the_site_is_marked_edi
     assert (cluster.name, len(cluster.hosts)) == (name, HOSTS[name])
     assert sum(host.ipus or 0 for host in cluster.hosts) == IPUS[name]
     if IPUS[name]:
-        assert cluster.vipu is not None
         found = (cluster.vipu.size, cluster.vipu.gcds, cluster.vipu.link_domains)
         assert found == (IPUS[name], cluster.num_instances, max(1, IPUS[name] // 64))
     # In the line itself, or for several lines in the comment above them.

@@ -462,9 +462,7 @@ def raised_by(function: Callable[[], Any]) -> Exception:
     return raised.value
 
 
-def test_the_place_is_the_innermost_frame_of_the_users_code_and_the_function_that_raypod_called(
-    outer: Any, tmp_path: Path
-) -> None:
+def test_the_place_in_the_users_code_survives_pickling_and_is_a_part_of_one_line(outer: Any, tmp_path: Path) -> None:
     assert user_code.place_of(raised_by(lambda: outer("{"))) == " (houses.py:3, in parse)"
     of_script = functions("<dynamic-code>")  # as cloudpickle names it
     assert user_code.place_of(raised_by(lambda: of_script["parse"]("{"))) == " (line 3, in parse)"
@@ -475,9 +473,6 @@ def test_the_place_is_the_innermost_frame_of_the_users_code_and_the_function_tha
     exec(compile("def datasets():\n\n    return parse('{')\n", str(tmp_path / "mine.py"), "exec"), own)
     error = raised_by(lambda: user_code.invoke(own["datasets"], "mine:datasets", "task.name"))
     assert user_code.place_of(error) == " (mine.py:3, in datasets; houses.py:3, in parse)"
-
-
-def test_the_place_survives_pickling_and_loader_workers(outer: Any) -> None:
     error = raised_by(lambda: outer(None))
     user_code.record_place(error)
     arrived = pickle.loads(pickle.dumps(error))
@@ -487,9 +482,6 @@ def test_the_place_survives_pickling_and_loader_workers(outer: Any) -> None:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     of_worker = ValueError(f"Caught ValueError in DataLoader worker process 0.\nOriginal {text}")
     assert user_code.place_of(of_worker) == " (houses.py:3, in parse)"
-
-
-def test_an_error_of_the_users_code_is_one_line_with_a_remark(outer: Any) -> None:
     expected = r"^houses:outer: TypeError: .*; houses.py:3, in parse\); called with None$"
     with pytest.raises(ConfigError, match=expected), user_code.reported("houses:outer", "; called with None"):
         outer(None)

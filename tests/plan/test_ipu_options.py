@@ -49,7 +49,7 @@ def test_half_weights_have_the_numerics_of_graphcores_applications_and_the_line_
     assert ipu_options.without_effect(found, has_ipus=True) == ipu_options.without_effect(Config(), False) == ""
 
 
-def test_shares_of_memory_are_one_value_or_one_for_each_ipu() -> None:
+def test_shares_of_memory_are_one_value_or_one_for_each_ipu_and_options_by_name_are_pairs() -> None:
     pod = {"ipus_per_replica": 2}
     for given, shares in (("0.2", [0.2, 0.2]), ("0.2,0.3", [0.2, 0.3]), ([0.1, 0.4], [0.1, 0.4]), (0.5, [0.5, 0.5])):
         found = ipu_options.calls_of(config({"available_memory_proportion": given}, {}, pod))[0]
@@ -57,9 +57,6 @@ def test_shares_of_memory_are_one_value_or_one_for_each_ipu() -> None:
     for wrong, words in (("1.5", "at most 1"), ("x", "must be a number"), ("0.1,,0.2", "empty entries")):
         refused(words, from_values, {"ipu": {"available_memory_proportion": wrong}})
     refused("known are optimizer, weights, activations, accumulators", from_values, {"ipu": {"off_chip": "gradients"}})
-
-
-def test_options_by_their_own_names_are_pairs_and_flags_can_be_repeated() -> None:
     parser = FlagParser(prog="test")
     flags.add_flags(parser)
     words = ["--popart", "a=1", "--popart", "b=[x, y]", "--engine-option", "k=l=m", *PATTERN]

@@ -172,7 +172,7 @@ def placed(hosts: int, replicas: int, instances: int, ipus: int) -> Placement:
     return place(pod(hosts), Sizes(replicas, instances, ipus))
 
 
-def test_instances_follow_the_hosts_in_order_and_sizes_are_checked() -> None:
+def test_instances_follow_the_hosts_in_order_with_device_ids_and_sizes_that_are_checked() -> None:
     placement = place(pod(2, 16), Sizes(8, 4, 1), threads_per_replica=0)
     found = [(spec.host, spec.local_index, spec.replica_offset) for spec in placement.instances]
     assert found == [("h0", 0, 0), ("h0", 1, 2), ("h1", 0, 4), ("h1", 1, 6)]
@@ -183,9 +183,6 @@ def test_instances_follow_the_hosts_in_order_and_sizes_are_checked() -> None:
     refused(hosts, placed, 2, 6, 3, 1)
     refused("6 replicas .* 4 instances; .* 1, 2, 3, 6", Sizes, 6, 4, 1)
     refused("64 replicas x 2 .* 128 IPUs.*instances 2", Sizes, 64, 1, 2)
-
-
-def test_device_ids_link_domains_and_partitions() -> None:
     placement = placed(1, 8, 4, 2)  # the known case
     assert [device_id(spec, placement) for spec in placement.instances] == [24, 25, 26, 27]
     placement = placed(1, 6, 2, 1)
@@ -308,8 +305,7 @@ def samples_of_update(plan: Plan, update: int) -> List[List[int]]:
     shape = (geometry.device_iterations, geometry.gradient_accumulation, geometry.local_replicas, -1)
     instances = range(geometry.num_instances)
     parts = [call_positions(geometry, instance, call).reshape(shape)[of_call] for instance in instances]
-    micro_batches: List[List[int]] = np.concatenate(parts, axis=1).reshape(-1, geometry.micro_batch_size).tolist()
-    return micro_batches
+    return np.concatenate(parts, axis=1).reshape(-1, geometry.micro_batch_size).tolist()
 
 
 @given(
@@ -340,8 +336,7 @@ def test_the_reports_of_popvision_have_a_folder_for_each_instance(make: Any, mon
         instance_environment(plan, plan.placement.instances[0])
 
 
-def test_the_variables_are_those_of_poprun() -> None:
-    """The known case: 8 replicas of 2 IPUs in 4 instances."""
+def test_the_variables_are_those_of_poprun_and_depend_only_on_the_plan(make: Any) -> None:
     pod = {"replicas": 8, "num_instances": 4, "ipus_per_replica": 2}
     config = from_values({"pod": pod, "training": {"model": "own:build", "gradient_accumulation": 3}})
     hosts = tuple(Host(f"h{index}", f"10.0.0.{index}") for index in range(2))
@@ -358,6 +353,17 @@ def test_the_variables_are_those_of_poprun() -> None:
         "RDMAV_FORK_SAFE": "1111",
     }.items():
         assert [each[name] for each in env] == list(values), name
+    plan = make(pod={"threads_per_replica": 3, "executable_cache_path": "/cache"})
+    before = dict(os.environ)
+    first = instance_environment(plan, plan.placement.instances[1])
+    assert first == instance_environment(plan, plan.placement.instances[1])
+    assert dict(os.environ) == before
+    assert (first["OMP_NUM_THREADS"], first["POPTORCH_CACHE_DIR"]) == ("3", "/cache")
+    for words, expected in (([], None), (["--strict"], "1"), (["--no-strict"], "0")):
+        parser = FlagParser()
+        flags.add_flags(parser)
+        plan = make(run={"strict": resolve.resolve(parser.parse_args(words)).run.strict})
+        assert instance_environment(plan, plan.placement.instances[1]).get("EMULATED_POD_STRICT") == expected
 
 
 @pytest.mark.parametrize(("gcds", "expected"), [(4, "0123"), (1, "0000"), (None, "0123")])
@@ -370,20 +376,6 @@ def test_the_variables_name_the_gcd_of_an_instance(gcds: Optional[int], expected
     assert {tuple(env[name] for name in of_partition) for env in found} == {("v", "9000", "p")}
     without = place(LOCAL, Sizes(2, 2, 1))
     assert device_environment(without, without.instances[0]) == {}
-
-
-def test_the_variables_depend_only_on_the_plan_and_strict_mode_is_one_of_them(make: Any) -> None:
-    plan = make(pod={"threads_per_replica": 3, "executable_cache_path": "/cache"})
-    before = dict(os.environ)
-    first = instance_environment(plan, plan.placement.instances[1])
-    assert first == instance_environment(plan, plan.placement.instances[1])
-    assert dict(os.environ) == before
-    assert (first["OMP_NUM_THREADS"], first["POPTORCH_CACHE_DIR"]) == ("3", "/cache")
-    for words, expected in (([], None), (["--strict"], "1"), (["--no-strict"], "0")):
-        parser = FlagParser()
-        flags.add_flags(parser)
-        plan = make(run={"strict": resolve.resolve(parser.parse_args(words)).run.strict})
-        assert instance_environment(plan, plan.placement.instances[1]).get("EMULATED_POD_STRICT") == expected
 
 
 def test_torchvision_is_imported_after_another_sitecustomize(make: Any, tmp_path: Path, processes: None) -> None:

@@ -17,7 +17,7 @@ from raypod.plan.tables import describe, render, render_brief, render_topology
 from tests.support import ROOT
 
 
-def test_the_plan_shows_every_product_and_a_boxed_table_of_the_topology(make: Any) -> None:
+def test_the_plan_shows_every_product_the_ipus_in_use_and_a_boxed_table_of_the_topology(make: Any) -> None:
     plan = make(pod={"replicas": 8})
     described = json.loads(json.dumps(describe(plan)))
     assert described["geometry"]["global_batch_size"] == 64
@@ -33,6 +33,13 @@ def test_the_plan_shows_every_product_and_a_boxed_table_of_the_topology(make: An
         "| b    | 1   | 1        | 2..3     | 2..3 |",
         "+------+-----+----------+----------+------+",
     ]
+    hosts = tuple(dataclasses.replace(host, ipus=16) for host in cluster_of("a,b").hosts)
+    alone = make()
+    cluster = dataclasses.replace(cluster_of("a,b"), hosts=hosts)
+    plan = dataclasses.replace(alone, placement=dataclasses.replace(alone.placement, cluster=cluster))
+    for text in (render(plan), render_brief(plan)):
+        assert "= 4 IPUs of 32" in text
+    assert " of " not in render_brief(alone).split("placement")[1].splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -71,9 +78,6 @@ def test_the_plan_shows_the_cores_per_replica_and_where_the_weights_are_the_same
     assert "specific to this placement: the threads" in shown
     one_thread = render(make(pod={"replicas": 4, "threads_per_replica": 1}))
     assert "the same for every placement of these replicas" in one_thread
-
-
-def test_the_cores_of_other_hosts_are_those_of_the_cluster_file() -> None:
     hosts = cluster_of("a,b")
     assert place(hosts, Sizes(4, 4, 1)).cpus_per_host is None
     four = dataclasses.replace(hosts, hosts=tuple(dataclasses.replace(host, cpus=4) for host in hosts.hosts))
@@ -111,16 +115,6 @@ def test_a_plan_is_folded_to_its_column_except_in_paths_and_instances(make: Any)
     assert [line for line in lines if len(line) > 40 and not line.startswith("  run folder")] == []
     for row in ("model", "data", "length", "global batch", "pod", "placement", "run folder"):
         assert sum(line.startswith(f"{row:>12}  ") for line in lines) == 1
-
-
-def test_the_placement_says_how_many_ipus_of_the_cluster_are_used(make: Any) -> None:
-    hosts = tuple(dataclasses.replace(host, ipus=16) for host in cluster_of("a,b").hosts)
-    alone = make()
-    cluster = dataclasses.replace(cluster_of("a,b"), hosts=hosts)
-    plan = dataclasses.replace(alone, placement=dataclasses.replace(alone.placement, cluster=cluster))
-    for text in (render(plan), render_brief(plan)):
-        assert "= 4 IPUs of 32" in text
-    assert " of " not in render_brief(alone).split("placement")[1].splitlines()[0]
 
 
 def test_every_file_has_its_writer_and_its_line_in_the_documentation() -> None:

@@ -43,8 +43,7 @@ def evaluations(run: Path) -> List[Dict[str, Any]]:
 
 
 def summary(run: Path) -> Dict[str, Any]:
-    found: Dict[str, Any] = json.loads((run / "summary.json").read_text())
-    return found
+    return json.loads((run / "summary.json").read_text())
 
 
 def test_other_data_are_without_the_settings_of_the_data_of_the_run() -> None:

@@ -339,7 +339,6 @@ def test_data_that_cannot_be_read_costs_no_update_of_the_first_epoch(
         run(plan, fail_after_the_first_update)
     (tmp_path / failing).unlink()
     found = resume.newest_valid(checkpoints_folder(plan.run_dir))[0]
-    assert found is not None
     assert found.update == done[-1] > 0
     assert done[-1] == 10 or failing == "training"
     assert weights_of(run(make(**sections, run={**run_section, "resume": plan.run_dir}))) == uninterrupted
@@ -373,7 +372,6 @@ def test_runs_with_fewer_and_then_more_replicas_have_the_same_updates(make: Make
     assert verdict.is_proved, verdict.lines
     assert "generation 4 began after update 9: 0 superseded; 8 replicas x accumulation 1" in verdict.lines
     newest = resume.newest_valid(checkpoints_folder(str(folder)))[0]
-    assert newest is not None
     replicas = writer.load_checkpoint(newest.path)["replicas"]
     assert {len(values) for values in replicas["buffers"].values()} == {8}
 

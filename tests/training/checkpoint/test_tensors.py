@@ -172,15 +172,6 @@ def test_a_foreign_file_is_damaged_and_executes_nothing(kind: str, tmp_path: Pat
     assert not Path("executed").exists()
 
 
-def test_a_file_truncated_anywhere_is_damaged_or_ends_too_soon(tmp_path: Path) -> None:
-    path = write(tmp_path / "file", {"w": torch.arange(4.0)}, {})
-    complete = path.read_bytes()
-    for size in range(len(complete)):
-        path.write_bytes(complete[:size])
-        with pytest.raises(CheckpointDamaged):
-            tensors.read_tensors(path)
-
-
 def test_weights_of_another_network_name_the_first_difference() -> None:
     def network(width: int, *more: nn.Module) -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2), *more)
@@ -229,11 +220,19 @@ def test_buffers_of_any_size_are_filled(numbers: Path, monkeypatch: pytest.Monke
     assert max(calls, default=0) <= 4
 
 
-def test_a_file_that_ends_before_is_an_error(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_truncated_anywhere_is_damaged_and_one_that_ends_before_is_an_error(
+    numbers: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for group_bytes in (16, 1000):
         monkeypatch.setattr(tensors, "_GROUP_BYTES", group_bytes)
         with pytest.raises(EOFError):
             read(numbers, 10, [200, 47])
+    path = write(tmp_path / "file", {"w": torch.arange(4.0)}, {})
+    complete = path.read_bytes()
+    for size in range(len(complete)):
+        path.write_bytes(complete[:size])
+        with pytest.raises(CheckpointDamaged):
+            tensors.read_tensors(path)
 
 
 def digits_from_5(folder: object) -> Tuple[Samples, Samples, int]:
@@ -246,8 +245,7 @@ def digits_from_5(folder: object) -> Tuple[Samples, Samples, int]:
 
 def command(folder: Path, *flags: str) -> Dict[str, Any]:
     assert train.main([*INLINE, "--run-dir", str(folder), *flags]) == 0
-    summary: Dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return summary
+    return json.loads((folder / "summary.json").read_text())
 
 
 def weights(folder: Path) -> Dict[str, torch.Tensor]:

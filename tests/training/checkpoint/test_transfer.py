@@ -116,7 +116,6 @@ def test_a_failure_at_any_point_loses_no_checkpoint(make: Make, monkeypatch: pyt
             except (Killed, OSError):
                 pass
         valid, damaged = resume.newest_valid(checkpoints)
-        assert valid is not None
         assert valid.update in (44, 88)
         assert not damaged
         writer.load_checkpoint(valid.path)
@@ -222,7 +221,6 @@ def test_a_copy_is_a_run_folder_that_was_interrupted_after_the_checkpoint(make: 
     assert len((copy / "metrics.jsonl").read_text().splitlines()) == 88
     assert (copy / "evaluations.jsonl").read_bytes() == b""
     state = run_state.read(copy)
-    assert state is not None
     assert (state.state, state.update, state.may_be_running) == (run_state.INTERRUPTED, 88, False)
     assert (state.status_port, state.status_token_file, state.submission_id) == (None, None, None)
     assert run_state.is_unfinished(copy)

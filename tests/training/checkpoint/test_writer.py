@@ -78,7 +78,6 @@ def test_latest_names_the_checkpoint_from_which_a_run_continues_that_was_killed_
         with pytest.raises(Killed):
             save(plan, 88)
     newest, _ = resume.newest_valid(checkpoints_folder(plan.run_dir))
-    assert newest is not None
     assert (newest.update, storage.latest_name(Path(plan.run_dir))) == (88, "update-00000044")
     storage.make_newest(newest, 2)
     assert storage.latest_name(Path(plan.run_dir)) == "update-00000088"

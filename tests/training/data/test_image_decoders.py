@@ -96,8 +96,15 @@ def test_files_that_cannot_be_shortened_and_pixels_are_those_of_pillow_also_if_o
     assert torch.equal(found, expected)
 
 
-def test_files_that_simplejpeg_does_not_decode_are_left_to_pillow(tmp_path: Path) -> None:
+def test_files_that_simplejpeg_does_not_decode_are_left_to_pillow_and_predictions_are_alike(tmp_path: Path) -> None:
     folder = image_folders.write(tmp_path)
+    config = from_values({"data": {**FAST, "data_dir": str(folder), "image_size": 24}})
+    splits = datasets.load(config)
+    file = folder / "val" / "dog" / "a.JPEG"
+    assert torch.equal(ImageReader("imagefolder", splits).read(file), splits.test[1][0])
+    png = folder / "train" / "dog" / "e.png"
+    unaugmented = datasets.load(config.model_copy(update={"data": config.data.model_copy(update={"augment": False})}))
+    assert torch.equal(ImageReader("imagefolder", splits).read(png), unaugmented.train[10][0])
     loaded = []
     for decoder in ("simplejpeg", "pillow"):
         config = from_values({"data": {**FAST, "data_dir": str(folder), "image_size": 96, "jpeg_decoder": decoder}})
@@ -111,17 +118,6 @@ def test_files_that_simplejpeg_does_not_decode_are_left_to_pillow(tmp_path: Path
         data.train[0]
     with pytest.raises(OSError, match=r"train/cat/b.jpg: (?i:.*truncated.*); replace it"):
         data.train[1]
-
-
-def test_images_for_predictions_are_prepared_alike(tmp_path: Path) -> None:
-    folder = image_folders.write(tmp_path)
-    config = from_values({"data": {**FAST, "data_dir": str(folder), "image_size": 24}})
-    splits = datasets.load(config)
-    file = folder / "val" / "dog" / "a.JPEG"
-    assert torch.equal(ImageReader("imagefolder", splits).read(file), splits.test[1][0])
-    png = folder / "train" / "dog" / "e.png"
-    unaugmented = datasets.load(config.model_copy(update={"data": config.data.model_copy(update={"augment": False})}))
-    assert torch.equal(ImageReader("imagefolder", splits).read(png), unaugmented.train[10][0])
 
 
 def test_a_missing_package_or_a_decoder_without_effect_is_an_error(make: Any, monkeypatch: Any) -> None:

@@ -390,8 +390,7 @@ class Parity(raypod.Task):
         return nn.Embedding(8, 2)
 
     def logits(self, network: Any, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        mean: torch.Tensor = (network(tokens) * mask.unsqueeze(2)).sum(dim=1) / mask.sum(dim=1, keepdim=True)
-        return mean
+        return (network(tokens) * mask.unsqueeze(2)).sum(dim=1) / mask.sum(dim=1, keepdim=True)
 
     def training_outputs(self, network: Any, *_: Any, **batch: torch.Tensor) -> Any:
         return nn.functional.cross_entropy(self.logits(network, batch["tokens"], batch["mask"]), batch["label"]), {}

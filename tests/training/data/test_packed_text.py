@@ -45,8 +45,7 @@ def pack(*words: str) -> Path:
 
 def run(name: str, *words: str) -> Dict[str, Any]:
     assert train.main([*SMALL, *words, "--run-dir", name]) == 0
-    summary: Dict[str, Any] = json.loads(Path(name, "summary.json").read_text())
-    return summary
+    return json.loads(Path(name, "summary.json").read_text())
 
 
 def plan_of(instances: int, data: Dict[str, Any], task: Dict[str, Any]) -> Any:

@@ -216,7 +216,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Li
     return run
 
 
-def test_cifar_10_has_the_content_of_its_files(cifar10: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar_has_the_content_of_its_files_and_is_found_in_its_folder_or_the_parent(
+    cifar10: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     splits = datasets.load(config(cifar10))
     first = batch(0, 8, 10, "labels")
     assert np.array_equal(splits.train.images[:8].reshape(8, -1), first["data"])
@@ -231,9 +233,6 @@ def test_cifar_10_has_the_content_of_its_files(cifar10: Path, monkeypatch: pytes
     theirs = CIFAR10(str(cifar10))
     assert np.array_equal(theirs.data.transpose(0, 3, 1, 2), splits.train.images)
     assert theirs.targets == splits.train.labels.tolist()
-
-
-def test_cifar_100_is_found_in_its_folder_or_the_parent(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-100-python"
     folder.mkdir()
     for seed, name in enumerate(("train", "test")):

@@ -78,7 +78,7 @@ def test_what_a_network_does_not_have_is_an_error() -> None:
     refused("as in torchvision:convnext_tiny", planned, "torchvision:")
 
 
-def test_group_norms_replace_all_batch_norms_and_keep_the_names() -> None:
+def test_group_norms_keep_the_names_and_a_frozen_norm_computes_what_batch_norm_does() -> None:
     network = build(1, 8, 10, norm="group")
     kinds = {type(part) for part in network.modules()}
     assert nn.GroupNorm in kinds
@@ -87,6 +87,14 @@ def test_group_norms_replace_all_batch_norms_and_keep_the_names() -> None:
     assert parameters[0] == parameters[1]
     norms = build(1, 8, 10, norm="group", norm_num_groups=4, norm_eps=0.01).modules()
     assert {(part.num_groups, part.eps) for part in norms if isinstance(part, nn.GroupNorm)} == {(4, 0.01)}
+    batch_norm: Any = nn.BatchNorm2d(6).eval()
+    for tensor in (batch_norm.weight, batch_norm.bias, batch_norm.running_mean, batch_norm.running_var):
+        nn.init.uniform_(tensor, 0.5, 2.0)
+    network, images = nn.Sequential(batch_norm), torch.randn(2, 6, 4, 4)
+    expected = batch_norm(images)
+    networks.replace_batch_norms(network, from_values({"training": {"norm": "frozen"}}).training)
+    torch.testing.assert_close(network.train()(images), expected)
+    assert not list(network.parameters())
 
 
 @pytest.mark.parametrize("name", config.MOBILE_NETWORKS)
@@ -112,7 +120,7 @@ def test_efficientnets_of_graphcore_have_groups_of_16_channels_and_a_smaller_exp
         build(3, 32, 10, model="efficientnet_b0", efficientnet_group_dim=20)
 
 
-def test_vision_transformers_have_dropout_and_a_layer_before_the_classifier() -> None:
+def test_vision_transformers_have_dropout_and_a_layer_and_residual_branches_can_begin_at_zero() -> None:
     given = {"vit_dropout": 0.1, "vit_attention_dropout": 0.2, "vit_representation_size": 40}
     network = build(3, 32, 10, model="vit_tiny", **given)
     assert {part.p for part in network.modules() if isinstance(part, nn.Dropout)} == {0.1}
@@ -122,9 +130,6 @@ def test_vision_transformers_have_dropout_and_a_layer_before_the_classifier() ->
     assert not plain.heads.head.weight.any()
     assert build(3, 32, 10, model="vit_tiny", optimizer="lamb").heads.head.weight.norm() > 1
     assert {part.p for part in plain.modules() if isinstance(part, nn.Dropout)} == {0.0}
-
-
-def test_zero_init_residual_lets_the_blocks_begin_as_one_of_their_branches() -> None:
     network = build(3, 64, 10, model="resnet50", zero_init_residual=True)
     zero = {name for name, each in network.named_parameters() if "weight" in name and not each.any()}
     blocks = {"layer1": 3, "layer2": 4, "layer3": 6, "layer4": 3}
@@ -194,23 +199,12 @@ def test_settings_of_other_networks_are_a_mistake(training: Any, words: str) -> 
     refused(words, check_compatible, from_values({"training": training}))
 
 
-def test_a_frozen_norm_computes_what_batch_norm_does_in_evaluation() -> None:
-    batch_norm: Any = nn.BatchNorm2d(6).eval()
-    for tensor in (batch_norm.weight, batch_norm.bias, batch_norm.running_mean, batch_norm.running_var):
-        nn.init.uniform_(tensor, 0.5, 2.0)
-    network, images = nn.Sequential(batch_norm), torch.randn(2, 6, 4, 4)
-    expected = batch_norm(images)
-    networks.replace_batch_norms(network, from_values({"training": {"norm": "frozen"}}).training)
-    torch.testing.assert_close(network.train()(images), expected)
-    assert not list(network.parameters())
-
-
 def decoder(dropout: float = 0.0) -> Decoder:
     torch.manual_seed(0)
     return Decoder(SMALL, 11, 6, dropout).eval()
 
 
-def test_a_token_changes_no_logits_before_it_and_dropout_is_active_in_training_only() -> None:
+def test_a_decoder_has_attention_as_torch_and_a_token_changes_no_logits_before_it() -> None:
     tokens = torch.randint(0, 11, (3, 6))
     changed = tokens.clone()
     changed[:, 4] = (changed[:, 4] + 1) % 11
@@ -223,9 +217,6 @@ def test_a_token_changes_no_logits_before_it_and_dropout_is_active_in_training_o
     assert torch.equal(network(tokens), network(tokens))
     network.train()
     assert not torch.equal(network(tokens), network(tokens))
-
-
-def test_attention_is_that_of_torch() -> None:
     torch.manual_seed(0)
     attention, hidden = Attention(SMALL, 0.0), torch.randn(3, 5, 8)
     query, key, value = (each.reshape(3, 5, 2, 4).transpose(1, 2) for each in attention.qkv(hidden).split(8, dim=2))
@@ -233,7 +224,7 @@ def test_attention_is_that_of_torch() -> None:
     torch.testing.assert_close(attention(hidden), attention.out(mixed.transpose(1, 2).reshape(3, 5, 8)))
 
 
-def test_the_initial_loss_is_that_of_a_guess_and_residual_branches_are_scaled() -> None:
+def test_the_initial_loss_of_a_decoder_is_that_of_a_guess_and_its_sizes_those_of_the_help() -> None:
     torch.manual_seed(0)
     network = Decoder(SIZES["tiny"], 256, 32)
     tokens = torch.randint(0, 256, (4, 33))
@@ -245,10 +236,6 @@ def test_the_initial_loss_is_that_of_a_guess_and_residual_branches_are_scaled() 
         else:
             is_residual = name.endswith(("attention.out.weight", "down.weight"))
             assert parameter.std().item() == pytest.approx(0.02 / (math.sqrt(4) if is_residual else 1), rel=0.1)
-
-
-def test_the_sizes_are_those_of_the_help_text() -> None:
-    # GPT-2 has 124 million parameters, of which its output layer shares 50,257 x 768 with the embedding.
     shapes = [(768, 2304), (2304,), (768, 768), (768,), (768, 3072), (3072,), (3072, 768), (768,), *[(768,)] * 4]
     expected = 12 * sum(math.prod(shape) for shape in shapes) + 2 * 768 + (50257 * 2 + 1024) * 768
     with pytest.MonkeyPatch.context() as patch:

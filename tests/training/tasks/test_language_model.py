@@ -52,8 +52,7 @@ def common(text: str) -> List[str]:
 def run(text: str, folder: Path, *flags: str) -> Dict[str, Any]:
     """Train 2 replicas in this process; return the summary."""
     assert train.main([*common(text), *INLINE, "--run-dir", str(folder), *flags]) == 0
-    summary: Dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return summary
+    return json.loads((folder / "summary.json").read_text())
 
 
 def test_weight_decay_leaves_out_norms_biases_and_embeddings_but_not_tied_ones(text: str) -> None:
@@ -181,8 +180,7 @@ def test_the_norm_of_all_gradients_is_clipped(text: str, tmp_path: Path) -> None
 
 def weights_of(folder: Path) -> Dict[str, torch.Tensor]:
     (checkpoint,) = (folder / "checkpoints").glob("update-*")
-    weights: Dict[str, torch.Tensor] = writer.load_checkpoint(checkpoint)["weights"]
-    return weights
+    return writer.load_checkpoint(checkpoint)["weights"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, List
 
 import numpy as np
 import pytest
@@ -134,22 +134,16 @@ class _Rows:
 FakeDataset.__module__, FakeDataset.__name__ = "datasets.arrow_dataset", "Dataset"
 
 
-@pytest.mark.parametrize(
-    ("columns", "words"),
-    [
+def test_columns_and_files_that_cannot_be_used() -> None:
+    for columns, words in (
         ({}, "the column 'text' holds string, and samples are numbers: omit it with `columns`"),
         ({"y": [1.0, None, 2.0]}, "the column 'y' has 1 missing values: fill them"),
         ({"x": [[1.0], [None], [2.0]]}, "the column 'x' has missing values in its lists"),
         ({"text": [[[1], [1, 2]]] * 3}, "the column 'text' has nested lists of different lengths: pad them"),
-    ],
-)
-def test_columns_that_cannot_be_used(columns: Dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        raypod.from_hf(FakeDataset(table(0, 3, **columns)))[0]
-    assert "\n" not in str(caught.value)
-
-
-def test_files_that_cannot_be_used() -> None:
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            raypod.from_hf(FakeDataset(table(0, 3, **columns)))[0]
+        assert "\n" not in str(caught.value)
     write_parquet()
     Path("bad.parquet").write_text("no table")
     parquet.write_table(pa.table({"z": [1]}), "tables/train-2.parquet")

@@ -43,7 +43,7 @@ def pieces(folder: Path) -> list[Piece]:
     return [Piece(folder / name, 0, (folder / name).stat().st_size) for name in ("text.txt", "more.txt")]
 
 
-def test_the_bytes_of_the_tokens_add_up_to_those_of_the_text(tmp_path: Path) -> None:
+def test_the_bytes_of_the_tokens_add_up_and_files_end_with_a_mark(tmp_path: Path) -> None:
     found = corpus.encode(pieces(tmp_path), Tokenizer(byte_pairs(tmp_path, "<|endoftext|>")))
     assert found.sizes is not None
     assert len(found.tokens) == len(found.sizes) < len(TEXT.encode()) / 2
@@ -55,9 +55,6 @@ def test_the_bytes_of_the_tokens_add_up_to_those_of_the_text(tmp_path: Path) -> 
     assert windows.num_bytes(np.arange(len(windows))).sum() == found.sizes[1 : used + 1].sum()
     _, sizes = Tokenizer(word_pieces(tmp_path)).encode(pieces(tmp_path)[0])
     assert sizes.sum() == len(TEXT.encode()) + 1
-
-
-def test_files_end_with_a_mark_and_one_that_is_no_tokenizer_is_one_line_of_error(tmp_path: Path) -> None:
     given = Tokenizer(byte_pairs(tmp_path, "<|endoftext|>"))
     assert corpus.encode(pieces(tmp_path), given).tokens[-1] == 0  # special tokens have the first ids
     added = Tokenizer(byte_pairs(tmp_path))

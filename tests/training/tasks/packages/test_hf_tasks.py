@@ -237,8 +237,7 @@ def splits(task: str, kind: str, data: str, folder: Path, ipus: int = 2, **train
         "training": {"model": model, "gradient_accumulation": 9, "batch_size": 1, **training},
         "pod": {"ipus_per_replica": ipus, "replicas": 1, "num_instances": 1},
     }
-    found: Tuple[str, ...] = plan_from(values, "the test", is_dry=True).pipeline_splits
-    return found
+    return plan_from(values, "the test", is_dry=True).pipeline_splits
 
 
 @pytest.mark.parametrize(
