@@ -518,15 +518,15 @@ def test_training_and_prediction_refuse_an_image_with_more_pixels(decoder: str, 
     folder = image_folders.write(tmp_path)
     file, pixels = folder / "train" / "cat" / "b.jpg", 500 * 400
     image_folders.photograph(1, 500, 400).save(file, "JPEG")
-    accepted, refused = (
+    accepted, rejected = (
         datasets.load(config(folder, image_size=24, jpeg_decoder=decoder, max_image_pixels=limit))
         for limit in (pixels, pixels - 1)
     )
     assert accepted.train[1][0].shape == ImageReader("imagefolder", accepted).read(file).shape
     message = f"{re.escape(str(file))}: it has .* pixels, more than --max-image-pixels {pixels - 1}"
     with pytest.raises(OSError, match=f"{message}.* accept more with --max-image-pixels, or .* with --leave-out 1"):
-        refused.train[1]
-    refused(message, ImageReader("imagefolder", refused).read, file)
+        rejected.train[1]
+    refused(message, ImageReader("imagefolder", rejected).read, file)
 
 
 def test_the_limit_replaces_that_of_pillow(monkeypatch: pytest.MonkeyPatch) -> None:

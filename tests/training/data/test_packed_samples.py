@@ -229,41 +229,31 @@ def test_a_changed_byte_is_named_with_its_sample(make: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--task", "packed_modules:Draws", "new"], "training sample 0: it draws random numbers, .* without its augm"),
-        (["--task", "packed_modules:Uneven", "new"], r"training sample 1: it is a dict of .*half \(tensor\), and the"),
-        (["--task", "packed_modules:Named", "new"], "training sample 0: the entry 'x.y' cannot be packed: names have"),
-        (["--task", "packed_modules:Halves", "new"], "training sample .*: the entry 'x' cannot be packed: .* convert"),
-        (["--task", "packed_modules:Fails", "new"], r"training sample 5: KeyError: 'gone' \(packed_modules.py:\d+"),
-        (["--task", "packed_modules:Empty", "new"], "packed_modules:Empty has no training samples"),
-        (["--dataset", "packed_modules:short", "new"], "found label 5, but labels of 3 classes .*training sample 0"),
-        (["--dataset", "digits", "new"], "digits is built in: name a data set or a task of your own, or pack a folder"),
-        (["--task", "hf-causal-lm", "new"], "hf-causal-lm: pack its text with --task language-model --text FILES"),
-        ([*TASK, "--batch-size", "4", "new"], "--batch-size has no effect on raypod pack: omit it"),
-        ([*TASK, "pod.replicas=2", "new"], "--replicas has no effect on raypod pack: omit it"),
-        (["--dataset", "packed_modules:images", "--no-augment", "new"], "--augment has no effect on raypod pack: omit"),
-        (TASK, "--dataset and --task take one folder, that of the shards"),
-        ([*TASK, "packed"], "packed exists; choose another folder, or remove it"),
+        ("pack --task packed_modules:Draws new", "training sample 0: it draws random numbers, .* without its augm"),
+        ("pack --task packed_modules:Uneven new", r"training sample 1: it is a dict of .*half \(tensor\), and the"),
+        ("pack --task packed_modules:Named new", "training sample 0: the entry 'x.y' cannot be packed: names have"),
+        ("pack --task packed_modules:Halves new", "training sample .*: the entry 'x' cannot be packed: .* convert"),
+        ("pack --task packed_modules:Fails new", r"training sample 5: KeyError: 'gone' \(packed_modules.py:\d+"),
+        ("pack --task packed_modules:Empty new", "packed_modules:Empty has no training samples"),
+        ("pack --dataset packed_modules:short new", "found label 5, but labels of 3 classes .*training sample 0"),
+        ("pack --dataset digits new", "digits is built in: name a data set or a task of your own, or pack a folder"),
+        ("pack --task hf-causal-lm new", "hf-causal-lm: pack its text with --task language-model --text FILES"),
+        ("pack --task packed_modules:Task --batch-size 4 new", "--batch-size has no effect on raypod pack: omit it"),
+        ("pack --task packed_modules:Task pod.replicas=2 new", "--replicas has no effect on raypod pack: omit it"),
+        ("pack --dataset packed_modules:images --no-augment new", "--augment has no effect on raypod pack: omit"),
+        ("pack --task packed_modules:Task", "--dataset and --task take one folder, that of the shards"),
+        ("pack --task packed_modules:Task packed", "packed exists; choose another folder, or remove it"),
+        ("train --task packed_modules:Task --data-dir none", "--data-dir none has no index.json, which `raypod"),
+        ("train --task packed_modules:Task --cache-size 1GB", "has no effect without --data-dir: omit it"),
+        ("train --dataset shards --data-dir packed", "packed has no labelled images: .*--task module:Class, and"),
+        ("train --dataset imagefolder --data-dir packed", "packed has no images of a folder: .*--dataset shards"),
+        ("train --dataset shards", "--dataset shards needs --data-dir: the folder that contains what `raypod pack`"),
     ],
 )
-def test_what_cannot_be_packed_is_one_line(words: List[str], message: str, capsys: Any) -> None:
-    Path("packed").mkdir()
-    assert re.search(message, one_line(capsys, main, ["pack", *words]))
-    assert not list(Path().glob("new*"))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([*TASK, "--data-dir", "none"], "--data-dir none has no index.json, which `raypod"),
-        ([*TASK, "--cache-size", "1GB"], "has no effect without --data-dir: omit it"),
-        (["--dataset", "shards", "--data-dir", "packed"], "packed has no labelled images: .*--task module:Class, and"),
-        (["--dataset", "imagefolder", "--data-dir", "packed"], "packed has no images of a folder: .*--dataset shards"),
-        (["--dataset", "shards"], "--dataset shards needs --data-dir: the folder that contains what `raypod pack`"),
-    ],
-)
-def test_shards_that_do_not_fit_are_one_line(words: List[str], message: str, capsys: Any) -> None:
+def test_what_cannot_be_packed_and_shards_that_do_not_fit_are_one_line(words: str, message: str, capsys: Any) -> None:
     pack(*TASK)
-    assert re.search(message, one_line(capsys, train.main, [*INLINE, *words]))
+    assert re.search(message, one_line(capsys, main, words.replace("train ", f"train {' '.join(INLINE)} ").split()))
+    assert not list(Path().glob("new*"))
 
 
 def encoded(value: Any) -> bytes:
@@ -386,8 +376,8 @@ def test_a_window_of_a_shard_reads_a_tar_after_the_other(make: Any) -> None:
 )
 def test_tars_that_cannot_be_used_are_one_line(samples: Any, words: List[str], message: str, capsys: Any) -> None:
     write("train.tar", samples)
-    assert re.search(message, one_line(capsys, main, ["pack", "tars", "packed", *words]))
-    assert not list(Path().glob("packed*"))
+    assert re.search(message, one_line(capsys, main, ["pack", "tars", "new", *words]))
+    assert not list(Path().glob("new*"))
 
 
 def test_a_truncated_a_compressed_and_a_moved_tar_are_one_line(capsys: Any) -> None:

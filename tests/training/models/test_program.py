@@ -186,19 +186,6 @@ def planned(model: str) -> None:
     facts_of(from_values({"training": {"model": model}}))
 
 
-@pytest.mark.parametrize(
-    ("training", "words"),
-    [
-        ({"norm_eps": 0.1}, "--norm-num-groups and --norm-eps have no effect without --norm group"),
-        ({"zero_init_residual": True}, "--zero-init-residual has no effect on --model resnet8"),
-        ({"vit_dropout": 0.1}, "has no effect on --model resnet8; use vit_tiny, vit_small or vit_b_16"),
-        ({"efficientnet_group_dim": 2}, "has no effect on --model resnet8; use efficientnet_b0 or efficientnet_b4"),
-    ],
-)
-def test_settings_of_other_networks_are_a_mistake(training: Any, words: str) -> None:
-    refused(words, check_compatible, from_values({"training": training}))
-
-
 def decoder(dropout: float = 0.0) -> Decoder:
     torch.manual_seed(0)
     return Decoder(SMALL, 11, 6, dropout).eval()
@@ -321,9 +308,13 @@ def test_the_bound_of_biases_holds_for_all_parameters_of_one_dimension() -> None
         ({"optimizer": "adam", "combined_accumulator": True}, "it is for sgd"),
         ({"velocity_scaling": 2.0}, "--velocity-scaling has no effect without --combined-accumulator"),
         ({"optimizer": "rmsprop", "max_grad_norm": 1.0}, "RMSprop cannot clip gradients"),
+        ({"norm_eps": 0.1}, "--norm-num-groups and --norm-eps have no effect without --norm group"),
+        ({"zero_init_residual": True}, "--zero-init-residual has no effect on --model resnet8"),
+        ({"vit_dropout": 0.1}, "has no effect on --model resnet8; use vit_tiny, vit_small or vit_b_16"),
+        ({"efficientnet_group_dim": 2}, "has no effect on --model resnet8; use efficientnet_b0 or efficientnet_b4"),
     ],
 )
-def test_settings_of_another_optimizer_are_mistakes(settings: Dict[str, Any], words: str) -> None:
+def test_settings_of_another_optimizer_or_network_are_mistakes(settings: Dict[str, Any], words: str) -> None:
     refused(words, check_compatible, config_of(**settings))
 
 

@@ -66,8 +66,10 @@ def test_weight_decay_leaves_out_norms_biases_and_embeddings_but_not_tied_ones(t
     layers = ("attention.qkv", "attention.out", "up", "down")
     assert found == {"head.weight", *(f"blocks.{block}.{layer}.weight" for block in (0, 1) for layer in layers)}
     task = task_of(plan({"tied_embeddings": True, "serialize": 4}).config)
+    network = task.network(task.example(1))
     assert network.head.weight is network.embedding.tokens.weight
     assert network.head.weight.shape == (96, 128)  # 90 tokens, in a multiple of 32
+    decayed, others = task.parameter_groups(network, 0.1)
     assert any(each is network.head.weight for each in decayed["params"])
     assert len(decayed["params"]) + len(others["params"]) == len(list(network.parameters()))
 
