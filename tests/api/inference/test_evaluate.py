@@ -130,11 +130,31 @@ def test_output_is_a_line_json_or_a_file(digits_run: Path, tmp_path: Path, capsy
         ("average RUN --last 0", "--last 0 must be at least 1"),
         ("average RUN --last x", "invalid int value"),
         ("average RUN --output /no/such/x.safetensors", "does not exist"),
+        ("predict RUN no.png", "no.png: there is no such image"),
+        ("predict RUN empty", "empty contains no images"),
+        ("predict RUN images/notes.txt", "cannot read the image images/notes.txt"),
+        ("predict RUN images/grey.png --top 0", "--top 0 must be at least 1"),
+        ("predict RUN images/grey.png --prompt x", "one of the two"),
+        ("predict RUN", "one of the two"),
+        ("predict RUN images/grey.png --seed 0", "--seed has no effect without --prompt"),
+        ("predict RUN --prompt x --top 2", "--top has no effect with --prompt"),
+        ("predict RUN --prompt x", "the task image-classification generates no text"),
+        ("predict RUN images/grey.png --json --csv", "not allowed with"),
+        ("export RUN --format tflite", "known are safetensors, torchscript, onnx"),
+        ("export RUN", "the following arguments are required: --format {safetensors,torchscript,onnx,hf} ("),
+        ("export RUN --format safetensors --pixels", "--pixels has no effect on safetensors"),
+        ("export RUN --format torchscript --tolerance 0", "--tolerance 0 must be positive"),
+        ("export RUN --format torchscript --output /no/such/x.pt", "does not exist"),
+        ("export RUN --format torchscript --dataset synthetic", "use the data set on which the model was trained"),
     ],
 )
-def test_wrong_requests(digits_run: Path, tmp_path: Path, fails: Fails, words: str, message: str) -> None:
-    assert message in fails(words.replace("RUN", str(digits_run)).replace("EMPTY", str(tmp_path)).split())
-    assert not list(digits_run.glob("average-*"))
+def test_wrong_requests(
+    digits_run: Path, images: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch, words: str, message: str
+) -> None:
+    monkeypatch.chdir(images.parent)
+    Path("empty").mkdir()
+    assert message in fails(words.replace("RUN", str(digits_run)).replace("EMPTY", str(images.parent)).split())
+    assert not [*digits_run.glob("average-*"), *digits_run.glob("resnet8-*")]
 
 
 @pytest.fixture
@@ -255,29 +275,6 @@ def test_class_names_and_transform_of_image_folders_and_a_sample_that_cannot_be_
         assert str(path) in message
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["no.png"], "no.png: there is no such image"),
-        (["empty"], "empty contains no images"),
-        (["images/notes.txt"], "cannot read the image images/notes.txt"),
-        (["images/grey.png", "--top", "0"], "--top 0 must be at least 1"),
-        (["images/grey.png", "--prompt", "x"], "one of the two"),
-        ([], "one of the two"),
-        (["images/grey.png", "--seed", "0"], "--seed has no effect without --prompt"),
-        (["--prompt", "x", "--top", "2"], "--top has no effect with --prompt"),
-        (["--prompt", "x"], "the task image-classification generates no text"),
-        (["images/grey.png", "--json", "--csv"], "not allowed with"),
-    ],
-)
-def test_wrong_requests_of_predictions(
-    digits_run: Path, images: Path, fails: Any, monkeypatch: Any, words: Any, message: str
-) -> None:
-    monkeypatch.chdir(images.parent)
-    Path("empty").mkdir()
-    assert message in fails(["predict", str(digits_run), *words])
-
-
 def test_a_language_model_continues_a_text(tmp_path: Path, fails: Any) -> None:
     text = tmp_path / "text.txt"
     text.write_text("abcd" * 2000)
@@ -359,20 +356,3 @@ def test_a_network_that_cannot_be_traced_and_packages_that_are_missing(
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
     with pytest.raises(ConfigError, match=r"needs onnx and onnxruntime: pip install 'raypod\[onnx\]'"):
         export(digits_run, "onnx")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--format", "tflite"], "known are safetensors, torchscript, onnx"),
-        ([], "the following arguments are required: --format {safetensors,torchscript,onnx,hf} ("),
-        (["--format", "safetensors", "--pixels"], "--pixels has no effect on safetensors"),
-        (["--format", "torchscript", "--tolerance", "0"], "--tolerance 0 must be positive"),
-        (["--format", "torchscript", "--output", "/no/such/x.pt"], "does not exist"),
-        (["--format", "torchscript", "--dataset", "synthetic"], "use the data set on which the model was trained"),
-    ],
-)
-@OTHERS_WARN
-def test_wrong_requests_of_exports(digits_run: Path, fails: Any, flags: List[str], message: str) -> None:
-    assert message in fails(["export", str(digits_run), *flags])
-    assert not list(digits_run.glob("resnet8-*"))
