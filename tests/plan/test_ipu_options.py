@@ -15,6 +15,8 @@ from raypod.plan.resolve import from_values
 from raypod.system.command_line import FlagParser
 from tests.support.refused import refused
 
+BOXES, IMAGENET, MIXUP = {"bounding_boxes": "b.csv"}, {"dataset": "imagenet"}, {"mixup_alpha": 0.1}
+CUTMIX = {"cutmix_lambda_low": 0.25, "cutmix_lambda_high": 0.75, "cutmix_disable_prob": 0.3}
 PATTERN, LOSS_SCALING = ["--popart-pattern", "TiedGather=true"], "--initial-loss-scaling contradicts"
 # As Graphcore has published one for BERT.
 BERT = """{"embedding_serialization_factor": 2, "enable_half_partials": true, "executable_cache_dir": "./exe_cache",
@@ -23,7 +25,6 @@ BERT = """{"embedding_serialization_factor": 2, "enable_half_partials": true, "e
 "matmul_proportion": [0.22, 0.2, 0.2, 0.25], "optimizer_state_offchip": true, "optimum_version": "1.0.0",
 "recompute_checkpoint_every_layer": true, "replicated_tensor_sharding": true,
 "replication_factor": {"default": 2, "pod16": 4}, "seed": 7, "transformers_version": "4.20.0"}"""
-PATTERN, LOSS_SCALING = ["--popart-pattern", "TiedGather=true"], "--initial-loss-scaling contradicts"
 
 
 def config(ipu: Dict[str, Any], training: Dict[str, Any], pod: Dict[str, Any]) -> Config:
@@ -129,3 +130,35 @@ def test_the_settings_of_the_file_count_and_the_command_line_takes_precedence(tm
 def test_a_key_that_cannot_be_followed_is_an_error(content: Any, words: str, tmp_path: Path) -> None:
     refused(words, config_of, tmp_path, content, {})
     refused("--ipu-config none.json: No such file", resolve.combine, {"ipu.ipu_config": "none.json"}, None)
+
+
+@pytest.mark.parametrize(
+    ("training", "data", "words"),
+    [
+        ({"optimizer": "adamw", "max_bias_norm": 0.0}, {}, "it is for lamb"),
+        ({"betas": "0.8,0.9"}, {}, "--betas has no effect on --optimizer sgd; it is for adam, adamw or lamb"),
+        ({"bias_correction": False}, {}, "it is for adamw or lamb"),
+        ({"optimizer": "adam", "combined_accumulator": True}, {}, "it is for sgd"),
+        ({"velocity_scaling": 2.0}, {}, "--velocity-scaling has no effect without --combined-accumulator"),
+        ({"optimizer": "rmsprop", "max_grad_norm": 1.0}, {}, "RMSprop cannot clip gradients"),
+        ({"norm_eps": 0.1}, {}, "--norm-num-groups and --norm-eps have no effect without --norm group"),
+        ({"zero_init_residual": True}, {}, "--zero-init-residual has no effect on --model resnet8"),
+        ({"vit_dropout": 0.1}, {}, "has no effect on --model resnet8; use vit_tiny, vit_small or vit_b_16"),
+        ({"efficientnet_group_dim": 2}, {}, "has no effect on --model resnet8; use efficientnet_b0 or efficientnet_b4"),
+        ({}, {"policy": "auto-augment"}, "--policy auto-augment has no effect without --dataset imag"),
+        ({}, {"random_erasing": 0.5}, "--random-erasing 0.5 has no effect without --dataset imagef"),
+        ({}, {**IMAGENET, "random_erasing": 0.5, "augment": False}, "no effect with --no-augment"),
+        ({}, {**IMAGENET, "rand_augment_ops": 3}, "--rand-augment-ops 3 has no effect without --policy rand"),
+        ({}, {**IMAGENET, "policy": "auto-augment", "rand_augment_magnitude": 3}, "--rand-augment-magnitude 3 has"),
+        ({}, {**BOXES, "dataset": "digits"}, "b.csv has no effect without --dataset imagefolder or imagenet: omit"),
+        ({}, {**BOXES, "dataset": "shards"}, "b.csv has no effect without --dataset imagefolder or imagenet: omit"),
+        ({}, {**BOXES, **IMAGENET, "augment": False}, "--bounding-boxes b.csv has no effect with --no-augment"),
+        ({}, {"cutmix_lambda_low": 0.5}, "--cutmix-lambda-low 0.5 is greater than --cutmix-lambda-high 0"),
+        ({}, {"cutmix_disable_prob": 0.5}, "no effect without --cutmix-lambda-low and"),
+        ({}, {**MIXUP, "augment": False}, "--mixup-alpha has no effect with --no-augment"),
+        ({"batch_size": 1}, MIXUP, "--batch-size 1: mixup combines the images of a micro-batch, and needs at least 2"),
+        ({"batch_size": 2}, {**MIXUP, **CUTMIX}, "--batch-size 2: mixup with cutmix .* at least 3"),
+    ],
+)
+def test_settings_of_another_optimizer_network_or_data_set_are_mistakes(training: Any, data: Any, words: str) -> None:
+    refused(words, check_compatible, from_values({"training": training, "data": data}))

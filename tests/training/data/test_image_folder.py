@@ -19,7 +19,6 @@ from PIL import Image
 
 from raypod.api.inference import settings
 from raypod.errors import ConfigError
-from raypod.plan.compatibility import check_compatible
 from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize
 from raypod.plan.resolve import from_values
@@ -38,7 +37,6 @@ from tests.support.image_folders import config
 from tests.support.refused import refused
 
 CHANGES = [{"policy": "rand-augment", "random_erasing": 0.5}, {"policy": "auto-augment"}]
-BOXES = {"bounding_boxes": "b.csv"}
 CORNER = (0.7, 0.0, 1.0, 0.25)  # at the right of a wide image, at its top
 NAMES = ("a.JPEG", "b.jpg", "c.jpg", "d.jpg", "e.png", "f.jpeg")
 FILE = "".join(f"{kind}/{name},{','.join(map(str, CORNER))}\n" for kind in ("cat", "dog") for name in NAMES)
@@ -410,23 +408,6 @@ def test_boxes_that_are_missing_or_of_packed_images_are_named_and_an_evaluation_
         refused(r"boxes.csv has no effect on shards, which .*packed has: omit it", read, data)
     own = from_values({"data": {"dataset": "imagefolder", "bounding_boxes": "none.csv"}})
     assert settings.changed(own, {}, settings.EVALUATION)["data"].get("bounding_boxes") is None
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"dataset": "digits", "policy": "auto-augment"}, "--policy auto-augment has no effect without --dataset imag"),
-        ({"dataset": "digits", "random_erasing": 0.5}, "--random-erasing 0.5 has no effect without --dataset imagef"),
-        ({"random_erasing": 0.5, "augment": False}, "no effect with --no-augment"),
-        ({"rand_augment_ops": 3}, "--rand-augment-ops 3 has no effect without --policy rand"),
-        ({"policy": "auto-augment", "rand_augment_magnitude": 3}, "--rand-augment-magnitude 3 has"),
-        ({**BOXES, "dataset": "digits"}, "b.csv has no effect without --dataset imagefolder or imagenet: omit"),
-        ({**BOXES, "dataset": "shards"}, "b.csv has no effect without --dataset imagefolder or imagenet: omit"),
-        ({**BOXES, "augment": False}, "--bounding-boxes b.csv has no effect with --no-augment"),
-    ],
-)
-def test_changes_and_boxes_of_other_images_are_a_mistake(given: Any, words: str) -> None:
-    refused(words, check_compatible, from_values({"data": {"dataset": "imagenet", **given}}))
 
 
 TURNED[0x0112] = 6

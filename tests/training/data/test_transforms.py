@@ -14,8 +14,6 @@ from torch import nn
 from torch.nn import functional
 
 from raypod import train
-from raypod.errors import ConfigError
-from raypod.plan.compatibility import check_compatible
 from raypod.plan.plan import Plan
 from raypod.plan.resolve import from_values
 from raypod.system import torchvision_import
@@ -222,18 +220,3 @@ def test_a_run_mixes_on_the_device_in_strict_mode(tmp_path: Path, monkeypatch: p
         assert train.main(words) == 0
         digests.append(json.loads((tmp_path / str(len(digests)) / "summary.json").read_text())["weights_sha256"])
     assert digests[0] != digests[1]
-
-
-@pytest.mark.parametrize(
-    ("data", "batch", "words"),
-    [
-        ({"cutmix_lambda_low": 0.5}, 8, "--cutmix-lambda-low 0.5 is greater than --cutmix-lambda-high 0"),
-        ({"cutmix_disable_prob": 0.5}, 8, "no effect without --cutmix-lambda-low and"),
-        ({"mixup_alpha": 0.1, "augment": False}, 8, "--mixup-alpha has no effect with --no-augment"),
-        ({"mixup_alpha": 0.1}, 1, "--batch-size 1: mixup combines the images of a micro-batch, and needs at least 2"),
-        ({"mixup_alpha": 0.1, **CUTMIX}, 2, "--batch-size 2: mixup with cutmix .* at least 3"),
-    ],
-)
-def test_settings_that_mix_nothing_are_a_mistake(data: Dict[str, Any], batch: int, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check_compatible(from_values({"data": data, "training": {"batch_size": batch}}))

@@ -22,7 +22,6 @@ from torch.nn import functional
 from raypod.errors import ConfigError
 from raypod.events import CallReport
 from raypod.plan import config
-from raypod.plan.compatibility import check_compatible
 from raypod.plan.config import Config
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import Geometry, Plan
@@ -297,25 +296,6 @@ def test_the_bound_of_biases_holds_for_all_parameters_of_one_dimension() -> None
     found = [(group["params"], group["max_weight_norm"], group["weight_decay"]) for group in optimizer.param_groups]
     assert found == [([weight], 10.0, 0.1), ([bias], 0.0, 0.1), ([scale], 7.0, 0.01)]
     assert len(optimizers.build_optimizer(config_of(**settings), groups).param_groups) == 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"optimizer": "adamw", "max_bias_norm": 0.0}, "it is for lamb"),
-        ({"betas": "0.8,0.9"}, "--betas has no effect on --optimizer sgd; it is for adam, adamw or lamb"),
-        ({"bias_correction": False}, "it is for adamw or lamb"),
-        ({"optimizer": "adam", "combined_accumulator": True}, "it is for sgd"),
-        ({"velocity_scaling": 2.0}, "--velocity-scaling has no effect without --combined-accumulator"),
-        ({"optimizer": "rmsprop", "max_grad_norm": 1.0}, "RMSprop cannot clip gradients"),
-        ({"norm_eps": 0.1}, "--norm-num-groups and --norm-eps have no effect without --norm group"),
-        ({"zero_init_residual": True}, "--zero-init-residual has no effect on --model resnet8"),
-        ({"vit_dropout": 0.1}, "has no effect on --model resnet8; use vit_tiny, vit_small or vit_b_16"),
-        ({"efficientnet_group_dim": 2}, "has no effect on --model resnet8; use efficientnet_b0 or efficientnet_b4"),
-    ],
-)
-def test_settings_of_another_optimizer_or_network_are_mistakes(settings: Dict[str, Any], words: str) -> None:
-    refused(words, check_compatible, config_of(**settings))
 
 
 def step_with_results(network: nn.Module, geometry: Geometry) -> program.TrainingStep:
