@@ -1,18 +1,24 @@
-"""The plan of a user's model that raises or that an IPU rejects, with and without strict mode."""
+"""Plans of models that raise or that an IPU rejects, and what `import raypod` exports and imports."""
 
 from __future__ import annotations
 
+import importlib
 import os
-from typing import Any, List
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable, List
 
 import pytest
 import torch
 from torch import nn
 
+import raypod
 from raypod import train
 from raypod.__main__ import main
 from raypod.api import planning
 from raypod.errors import ConfigError
+from tests.support.refused import one_line
 
 COMMANDS = [["plan", "--memory"], ["plan", "--memory", "--json"], ["train", "--dry-run"]]
 
@@ -56,17 +62,15 @@ def test_the_plan_of_a_model_that_raises_has_no_estimate(
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("flag", ["--pipeline-splits=1", "--pipeline-balance=parameters"])
-def test_the_pipeline_of_a_model_that_raises_is_an_error(
-    command: List[str], flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_pipeline_of_a_model_that_raises_is_an_error(command: List[str], flag: str, capsys: Any) -> None:
     assert plan(command, "bad_forward", flag, "--ipus-per-replica", "2", "--gradient-accumulation", "3") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"raypod: error: {__name__}:bad_forward: RuntimeError: mat1" in line
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_strict_mode_rejects_in_the_plan_what_the_run_rejects(
-    command: List[str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+def test_strict_mode_rejects_what_the_run_rejects(
+    command: List[str], capsys: Any, caplog: Any, monkeypatch: Any
 ) -> None:
     assert plan(command, "reads_a_value") == 0
     assert "aten::item" in caplog.text
@@ -75,33 +79,74 @@ def test_strict_mode_rejects_in_the_plan_what_the_run_rejects(
     (line,) = capsys.readouterr().err.splitlines()
     assert f"raypod: error: {__name__}:reads_a_value: poptorch.errors.Error: aten::item" in line
     assert "EMULATED_POD_STRICT" not in os.environ
-
-
-def test_strict_mode_of_the_environment_applies_unless_it_is_off(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
-    assert plan(["plan"], "reads_a_value") == 2
-    assert plan(["plan"], "reads_a_value", "--no-strict") == 0
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")  # applies unless it is off
+    assert (plan(["plan"], "reads_a_value"), plan(["plan"], "reads_a_value", "--no-strict")) == (2, 0)
     assert os.environ["EMULATED_POD_STRICT"] == "1"
 
 
-def test_a_model_that_does_not_fit_is_an_error_in_strict_mode(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_does_not_fit_is_an_error_in_strict_mode(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """With the micro-batch of the plan, which is larger than the compiled one."""
     monkeypatch.setattr("poptorch.device.compile.memory_estimate.MEMORY_BYTES", 20_000_000)
     flags = ["plan", "--memory", "--device", "emulated", "--model", "resnet8", "--batch-size", "256"]
     assert main(flags) == 0
     assert ": DOES NOT FIT" in capsys.readouterr().out
-    assert main([*flags, "--strict"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = one_line(capsys, main, [*flags, "--strict"])
     assert "raypod: error: resnet8: poptorch.errors.Error: Out of memory" in line
     assert main([*flags, "--strict", "--batch-size", "8"]) == 0
 
 
 def test_ray_accepts_only_paths_in_utf8(make: Any) -> None:
     sections: Any = {"pod": {"executable_cache_path": "caf\udce9", "num_instances": 1}}
-    with pytest.raises(
-        ConfigError, match=r"pod.executable_cache_path: the name caf\\xe9 is not UTF-8, and Ray accepts no"
-    ):
+    words = r"pod.executable_cache_path: the name caf\\xe9 is not UTF-8, and Ray accepts no"
+    with pytest.raises(ConfigError, match=words):
         planning.check_host(make(**sections, run={"fleet": "ray"}))
     planning.check_host(make(**sections, run={"fleet": "inline"}))
+
+
+def test_importing_and_planning_import_neither_torch_nor_ray_and_training_not_sympy(
+    run_python: Callable[[str], str], tmp_path: Path
+) -> None:
+    loaded = "sorted({'torch', 'ray', 'pydantic', 'numpy'} & set(sys.modules))"
+    program = f"import sys, raypod; print(raypod.ConfigError.__name__, {loaded}); raypod.stream(device='emulated')"
+    program += "; print({'torch', 'ray'} & set(sys.modules))"
+    assert run_python(program).split() == ["ConfigError", "[]", "set()"]
+    flags = f'"--fleet=inline", "--num-instances=1", "--batch-size=120", "--updates=1", "--run-dir={tmp_path}/run"'
+    program = "import sys; from raypod.__main__ import main; import torch; before = set(sys.modules)"
+    program += f"; code = main(['train', {flags}, '--quiet']); print(code, {{'sympy'}} & (set(sys.modules) - before))"
+    assert run_python(program).splitlines()[-1] == "0 set()"
+
+
+def test_every_exported_name_exists_and_is_documented_and_errors_are_of_one_tree() -> None:
+    for name in raypod.__all__:
+        value = getattr(raypod, name)
+        assert name in dir(raypod)
+        assert name == "STOP" or value.__doc__, name
+    with pytest.raises(AttributeError, match="has no attribute 'fits'"):
+        _ = raypod.fits
+    errors = [value for value in map(raypod.__dict__.get, raypod.__all__) if isinstance(value, type)]
+    found = [value for value in errors if issubclass(value, Exception)]
+    assert len(found) > 15
+    assert all(issubclass(value, raypod.RaypodError) for value in found)
+    assert (Path(raypod.__file__).parent / "py.typed").is_file()
+
+
+def test_a_former_name_is_the_same_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("raypod.datasets")]:
+        monkeypatch.delitem(sys.modules, name)
+    module = importlib.import_module("raypod.training.data.digits")
+    with pytest.deprecated_call(match="^raypod.datasets is now raypod.training.data;") as warned:
+        assert importlib.import_module("raypod.datasets.digits") is module
+    assert [each.filename for each in warned] == [importlib.__file__]
+    assert module.__spec__.name == "raypod.training.data.digits"
+    assert importlib.util.find_spec("raypod.datasets.no_such_module") is None
+    from raypod.cli import lr_range
+
+    with pytest.warns(DeprecationWarning, match="^raypod.commands is now raypod.cli;"):
+        assert importlib.import_module("raypod.commands.lr_range") is lr_range
+
+
+def test_the_former_path_of_private_py_still_checks(tmp_path: Path, processes: None) -> None:
+    program = Path(raypod.__file__).parent / "host" / "private.py"
+    for folder, code in ((tmp_path / "new", 0), (Path("/tmp"), 1)):
+        assert subprocess.run([sys.executable, str(program), str(folder)], check=False).returncode == code
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700

@@ -66,7 +66,6 @@ def test_type_checkers_accept_the_snippets(tmp_path: Path) -> None:
     (tmp_path / "mypy.ini").write_text(settings + "ignore_missing_imports = True\n")
     command = [sys.executable, "-m", "mypy", "--follow-imports=silent", f"--cache-dir={tmp_path / 'cache'}", *names]
     environment = {"MYPYPATH": str(DOCS.parent)}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
+    options: Any = {"capture_output": True, "text": True, "check": False, "timeout": 300}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, **options)
     assert done.returncode == 0, done.stdout + done.stderr

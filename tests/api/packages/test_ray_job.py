@@ -48,7 +48,6 @@ def weights_of_inline(folder: Path, **flags: Any) -> str:
 
 def test_a_job_trains_in_the_cluster_of_the_job(cluster: RayCluster, tmp_path: Path) -> None:
     found = re.search(r"`(ray job submit [^`]*)`", (DOCS / "how-to/ray-jobs.md").read_text())
-    assert found is not None
     words = [sys.executable if word == "python" else word for word in shlex.split(found.group(1))]
     (tmp_path / "job").mkdir()
     flags = {**TINY, "updates": 3, "num_instances": 2, "run_dir": str(tmp_path / "run"), "progress": False}
@@ -75,7 +74,6 @@ def test_a_detached_run_is_a_job_that_ray_can_stop_and_the_same_command_continue
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
         assert done.returncode == 0, done.stderr
         state = run_state.read(run)
-        assert state is not None
         assert f"Ray job: {state.submission_id} on http://" in done.stdout
         return state
 
@@ -86,7 +84,6 @@ def test_a_detached_run_is_a_job_that_ray_can_stop_and_the_same_command_continue
     assert detached.attach(run) == 130
     assert wait_until(lambda: server.job(str(first.submission_id)).status == "STOPPED")
     state = run_state.read(run)
-    assert state is not None
     assert storage.latest_name(run) == f"update-{state.update:08d}"
     output = (run / "logs" / "coordinator.log").read_text()
     assert wait_until(lambda: logs_of(server, first).endswith(output)), logs_of(server, first)

@@ -67,6 +67,5 @@ def test_the_resources_of_a_trial(tune: Any) -> None:
     def bundles(**flags: Any) -> Any:
         return raypod.Trainable.default_resource_request({**TINY, **flags}).bundles
 
-    assert bundles(fleet="inline") == [{"CPU": 1}]
-    assert bundles(num_instances=2) == [{"CPU": 2}]
+    assert (bundles(fleet="inline"), bundles(num_instances=2)) == ([{"CPU": 1}], [{"CPU": 2}])
     assert bundles(num_instances=4, replicas=4) == [{"CPU": 2}]  # no more than a host has

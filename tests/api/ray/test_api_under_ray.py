@@ -84,9 +84,8 @@ def test_functions_and_a_run_in_a_session_of_the_caller_use_it_and_leave_it(
         digest = raypod.fit(run_dir=folder, num_instances=1, progress=False, **flags).summary["weights_sha256"]
         return str(digest), "POPDIST_NUM_TOTAL_REPLICAS" in os.environ
 
-    task = ray.remote(train).options(
-        num_cpus=1, scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, 0)
-    )
+    strategy = strategies.PlacementGroupSchedulingStrategy(group, 0)
+    task = ray.remote(train).options(num_cpus=1, scheduling_strategy=strategy)
     digest, changed = ray.get(task.remote(str(tmp_path / "task"), TINY), timeout=COMMAND_S)
     assert not changed
     inline = raypod.fit(run_dir=tmp_path / "inline", fleet="inline", progress=False, **TINY)
@@ -101,27 +100,17 @@ import psutil
 import torch
 from torch import nn
 import raypod
-
-
 class Line(raypod.Task):
     class Options(raypod.TaskOptions):
         slope: float = 2.0
-
     def datasets(self):
         x = torch.arange(64.0).reshape(64, 1) / 64
         return raypod.Arrays(x=x, y=self.options.slope * x), raypod.Arrays(x=x, y=self.options.slope * x)
-
-    def network(self, first_batch):
-        return nn.Linear(1, 1)
-
+    def network(self, first_batch): return nn.Linear(1, 1)
     def training_outputs(self, network, x, y):
         warnings.warn("a line is enough")
         return nn.functional.mse_loss(network(x), y), {}
-
-    def evaluation_outputs(self, network, x, y):
-        return {"loss": (((network(x) - y) ** 2).mean(dim=1), 1)}
-
-
+    def evaluation_outputs(self, network, x, y): return {"loss": (((network(x) - y) ** 2).mean(dim=1), 1)}
 def state():
     process = psutil.Process()
     connections = "net_connections" if hasattr(process, "net_connections") else "connections"
@@ -134,8 +123,6 @@ def state():
     sockets = [each[:-1] for each in sockets]
     threads = sorted(thread.name for thread in threading.enumerate())
     return dict(os.environ), list(sys.path), Path.cwd(), threads, sockets, process.children()
-
-
 flags = dict(task=Line, slope=3.0, replicas=2, batch_size=4, updates=4, device="emulated", progress=False)
 first = raypod.fit(run_dir="a", num_instances=2, **flags)
 after_first = state()
@@ -154,15 +141,8 @@ print("connected", ray.is_initialized(), "POPDIST_NUM_TOTAL_REPLICAS" in os.envi
 def test_a_script_without_a_guard_runs_twice_in_sessions_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=2 * COMMAND_S,
-        check=False,
-    )
+    options: Any = {"capture_output": True, "text": True, "timeout": 2 * COMMAND_S, "check": False}
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, **options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[4]", "same state True []", "same weights True", "connected False False False"]
     place = r"UserWarning: a line is enough \((script\.py:|line )\d+, in training_outputs\) \(instance 0; its log: "

@@ -24,13 +24,18 @@ from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import DatasetSize, Plan, TaskFacts, make_plan
 from raypod.plan.resolve import from_values
 from raypod.runs import run_folder, verify_data
+from raypod.runtime.worker.environment import instance_environment
 from raypod.training.checkpoint import resume, storage, writer
 from raypod.training.checkpoint.format import Checkpoint, best_of
 from raypod.training.checkpoint.resume import manifest_of
 from raypod.training.checkpoint.storage import checkpoints_folder
+from tests.support.refused import refused
 from tests.support.saved_runs import flip_a_bit, run, save, weights_of
 
 Make = Callable[..., Plan]
+ANYWAY = "; --resume-anyway"
+DATA = {"dataset": "synthetic", "samples": 320, "image": "1x8x8"}
+UPDATES = 2
 
 
 def find(make: Make, where: object, **sections: Any) -> resume.ResumePoint:
@@ -38,10 +43,7 @@ def find(make: Make, where: object, **sections: Any) -> resume.ResumePoint:
     return resume.find_checkpoint(make(run=run_section, **sections))
 
 
-# ---- which checkpoint ------------------------------------------------------------------------------------------------
-
-
-def test_a_run_folder_resumes_from_its_newest_checkpoint(make: Make) -> None:
+def test_a_run_folder_resumes_from_its_newest_checkpoint_first_by_generation(make: Make) -> None:
     plan = make()
     save(plan, 44)
     newest = save(plan, 88)
@@ -51,6 +53,10 @@ def test_a_run_folder_resumes_from_its_newest_checkpoint(make: Make) -> None:
     assert torch.equal(loaded["weights"]["layer.weight"], torch.full((2, 3), 88.0))
     assert loaded["optimizer"]["param_groups"] == [{"lr": 0.1, "params": [0]}]
     assert (checkpoints_folder(plan.run_dir) / "LATEST").read_text() == "update-00000088\n"
+    save(plan, 132)
+    save(plan, 88, generation=2)  # newer than the later update
+    found = find(make, plan.run_dir)
+    assert (found.checkpoint.update, found.checkpoint.manifest.generation) == (88, 2)
 
 
 DAMAGES: Dict[str, Callable[[Path], object]] = {
@@ -75,17 +81,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(make: Make,
     (message,) = found.damaged
     assert "update-00000088" in message
     assert "is damaged" in message
-    with pytest.raises(ConfigError, match="update-00000088"):
-        find(make, checkpoints_folder(plan.run_dir) / "update-00000088")
-
-
-def test_a_later_generation_is_newer_than_a_later_update(make: Make) -> None:
-    plan = make()
-    for update in (44, 88, 132):
-        save(plan, update)
-    save(plan, 88, generation=2)
-    found = find(make, plan.run_dir).checkpoint
-    assert (found.update, found.manifest.generation) == (88, 2)
+    refused("update-00000088", find, make, checkpoints_folder(plan.run_dir) / "update-00000088")
 
 
 def test_checkpoints_that_a_run_has_left_behind_are_neither_the_best_nor_kept_for_it(make: Make) -> None:
@@ -103,11 +99,9 @@ def test_checkpoints_that_a_run_has_left_behind_are_neither_the_best_nor_kept_fo
 def test_without_a_valid_checkpoint_there_is_an_error(make: Make, tmp_path: Path) -> None:
     plan = make()
     for where in (tmp_path, tmp_path / "checkpoints" / "update-00000044", tmp_path / "nowhere"):
-        with pytest.raises(ConfigError, match="--resume"):
-            find(make, where)
+        refused("--resume", find, make, where)
     DAMAGES["a truncated file"](save(plan, 44).path)
-    with pytest.raises(ConfigError, match=r"no valid checkpoint: .*weights\.safetensors has 4 bytes, expected"):
-        find(make, plan.run_dir)
+    refused(r"no valid checkpoint: .*weights\.safetensors has 4 bytes, expected", find, make, plan.run_dir)
 
 
 @pytest.mark.parametrize("fault", [errno.EIO, errno.ESTALE, None])
@@ -127,8 +121,7 @@ def test_the_same_command_does_not_start_again_if_no_checkpoint_can_be_read(
     else:
         monkeypatch.setattr(os, "scandir", unreadable)
         cause = os.strerror(fault)
-    with pytest.raises(ConfigError, match=f"no checkpoint that can be read: .*{cause}.*; continue when one of them"):
-        resume.resume_interrupted(plan)
+    refused(f"no checkpoint that can be read: .*{cause}.*; continue when one of them", resume.resume_interrupted, plan)
 
 
 def test_a_folder_of_runs_or_of_checkpoints_is_an_error_that_names_the_run(
@@ -140,18 +133,13 @@ def test_a_folder_of_runs_or_of_checkpoints_is_an_error_that_names_the_run(
         config = tmp_path / "runs" / name / "config.yaml"
         config.write_text("{}")
         os.utime(str(config), (index % 2, index % 2))
-    with pytest.raises(ConfigError, match="runs is no run folder; it contains 3 runs, the newest is runs/newest$"):
-        find(make, "runs")
-    with pytest.raises(ConfigError, match=r"is no run folder; did you mean runs/older\?$"):
-        find(make, "runs/older/checkpoints/")
-    with pytest.raises(ConfigError, match="runs/older/checkpoints contains no checkpoint; repeat the command that"):
-        find(make, "runs/older")
+    refused("runs is no run folder; it contains 3 runs, the newest is runs/newest$", find, make, "runs")
+    refused(r"is no run folder; did you mean runs/older\?$", find, make, "runs/older/checkpoints/")
+    refused("runs/older/checkpoints contains no checkpoint; repeat the command that", find, make, "runs/older")
     (tmp_path / "runs" / "older" / "checkpoints" / "LATEST").touch()
     for name in ("config.yaml", "checkpoints/LATEST"):
-        with pytest.raises(ConfigError, match=rf"{name}: a file is no run folder; did you mean runs/older\?$"):
-            find(make, f"runs/older/{name}")
-    with pytest.raises(ConfigError, match="elsewhere: there is no such run folder or checkpoint$"):
-        find(make, "runs/elsewhere")
+        refused(rf"{name}: a file is no run folder; did you mean runs/older\?$", find, make, f"runs/older/{name}")
+    refused("elsewhere: there is no such run folder or checkpoint$", find, make, "runs/elsewhere")
 
 
 def test_the_message_about_a_finished_training_names_all_that_is_needed_to_continue_it(make: Make) -> None:
@@ -160,14 +148,9 @@ def test_the_message_about_a_finished_training_names_all_that_is_needed_to_conti
         find(make, save(make(training=constant), 44).path, training=constant)
     path, anyway = save(make(training={"epochs": 1}), 44).path, {"resume_anyway": "total_updates"}
     both = "set a larger --epochs or --updates, and --resume-anyway total_updates: the schedule"
-    with pytest.raises(ConfigError, match=both):
-        find(make, path, training={"epochs": 1})
+    refused(both, find, make, path, training={"epochs": 1})
     assert find(make, path, run=anyway, training={"epochs": 2}).checkpoint.update == 44
-    with pytest.raises(ConfigError, match="set a larger --epochs or --updates$"):
-        find(make, path, run=anyway, training={"epochs": 1})
-
-
-# ---- compatibility ---------------------------------------------------------------------------------------------------
+    refused("set a larger --epochs or --updates$", find, make, path, run=anyway, training={"epochs": 1})
 
 
 @pytest.mark.parametrize(
@@ -184,13 +167,10 @@ def test_the_message_about_a_finished_training_names_all_that_is_needed_to_conti
         ({"training": {"epochs": 20}}, "total_updates is 660 and this run's is 880; --resume-anyway total_updates"),
         ({"training": {"learning_rate": 0.2}}, "learning_rate is 0.1 and this run's is 0.2; --resume-anyway learning"),
         ({"training": {"lr_schedule": "constant"}}, "and this run's is constant; --resume-anyway lr_schedule"),
-        (
-            {"ipu": {"stochastic_rounding": True}},
-            "ipu.stochastic_rounding is False and this run's is True; --resume-anyway stochastic_rounding",
-        ),
+        ({"ipu": {"stochastic_rounding": True}}, f"is False and this run's is True{ANYWAY} stochastic_rounding"),
         (
             {"training": {"memory_format": "channels_last"}},
-            "memory_format is contiguous and this run's is channels_last; --resume-anyway memory_format",
+            f"is contiguous and this run's is channels_last{ANYWAY} mem",
         ),
     ],
 )
@@ -213,7 +193,7 @@ def test_a_run_in_half_continues_with_the_numerics_of_its_checkpoint(make: Make,
     assert found == {"stochastic_rounding": is_recorded, "partials": "half" if is_recorded else "float"}
 
 
-def test_the_placement_may_differ_and_safe_settings_if_resume_anyway_names_them(make: Make) -> None:
+def test_the_placement_may_differ_and_safe_settings_if_resume_anyway_names_them(make: Make, monkeypatch: Any) -> None:
     path = save(make(), 44).path
     assert find(make, path, pod={"num_instances": 4}, data={"num_workers": 2}).checkpoint.update == 44
     named = {"resume_anyway": "learning_rate, total_updates, lr_schedule, memory_format"}
@@ -221,13 +201,8 @@ def test_the_placement_may_differ_and_safe_settings_if_resume_anyway_names_them(
     assert find(make, path, run=named, training=changed).checkpoint.update == 44
     with pytest.raises(ConfigError, match="--resume-anyway replicas: .*allowed are .*learning_rate"):
         find(make, path, run={"resume_anyway": "replicas"}, pod={"replicas": 8})
-
-
-def test_a_run_that_torch_compiled_is_not_resumed_without(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(make(), 44).path
     monkeypatch.setenv("EMULATED_POD_COMPILE", "1")
-    with pytest.raises(ConfigError, match="compiled is False and this run's is True; --resume-anyway compiled"):
-        find(make, path)
+    refused("compiled is False and this run's is True; --resume-anyway compiled", find, make, path)
     assert find(make, path, run={"resume_anyway": "compiled"}).checkpoint.update == 44
 
 
@@ -251,8 +226,7 @@ def test_other_data_is_refused_unless_resume_anyway_names_it(make: Make) -> None
     saved = Checkpoint(checkpoint.path, manifest_of(plan, 44, 1, "aa-12", {}))
     resume.check_data(plan, saved, "aa-12")
     changed = r"have been changed under their names \(data_fingerprint\); --resume-anyway data_fingerprint resumes with"
-    with pytest.raises(ConfigError, match=changed):
-        resume.check_data(plan, saved, "aa-13")
+    refused(changed, resume.check_data, plan, saved, "aa-13")
     resume.check_data(make(run={"resume_anyway": "data_fingerprint"}), saved, "aa-13")
 
 
@@ -268,11 +242,8 @@ def test_another_number_of_replicas_resumes_only_an_elastic_run_with_equal_updat
     if is_equal:
         assert find(make, path, pod=elastic, **sections).checkpoint.update == 44
     else:
-        with pytest.raises(ConfigError, match="pod.replicas is 4 and this run's is 8$"):
-            find(make, path, pod=elastic, **sections)
+        refused("pod.replicas is 4 and this run's is 8$", find, make, path, pod=elastic, **sections)
 
-
-# ---- resumed runs ----------------------------------------------------------------------------------------------------
 
 # Dropout and BatchNorm have state per replica, which must be restored too.
 MODEL = """
@@ -297,9 +268,6 @@ def stop_after(update: int) -> Callable[[Event], None]:
             signal.raise_signal(signal.SIGTERM)
 
     return react
-
-
-DATA = {"dataset": "synthetic", "samples": 320, "image": "1x8x8"}
 
 
 def plan_with(make: Make, model: str, resume: Optional[object] = None, **run_keys: Any) -> Plan:
@@ -336,10 +304,8 @@ FAILING = """
 import pathlib
 import torch
 class Samples:
-    def __init__(self, samples, failing):
-        self.samples, self.failing = samples, failing
-    def __len__(self):
-        return self.samples
+    def __init__(self, samples, failing): self.samples, self.failing = samples, failing
+    def __len__(self): return self.samples
     def __getitem__(self, index):
         if index == 3 and self.failing.exists():
             raise OSError(f"image {index} is damaged")
@@ -373,7 +339,6 @@ def test_data_that_cannot_be_read_costs_no_update_of_the_first_epoch(
         run(plan, fail_after_the_first_update)
     (tmp_path / failing).unlink()
     found = resume.newest_valid(checkpoints_folder(plan.run_dir))[0]
-    assert found is not None
     assert found.update == done[-1] > 0
     assert done[-1] == 10 or failing == "training"
     assert weights_of(run(make(**sections, run={**run_section, "resume": plan.run_dir}))) == uninterrupted
@@ -407,7 +372,6 @@ def test_runs_with_fewer_and_then_more_replicas_have_the_same_updates(make: Make
     assert verdict.is_proved, verdict.lines
     assert "generation 4 began after update 9: 0 superseded; 8 replicas x accumulation 1" in verdict.lines
     newest = resume.newest_valid(checkpoints_folder(str(folder)))[0]
-    assert newest is not None
     replicas = writer.load_checkpoint(newest.path)["replicas"]
     assert {len(values) for values in replicas["buffers"].values()} == {8}
 
@@ -422,16 +386,10 @@ def test_a_setting_that_differs_takes_effect(make: Make, tmp_path: Path) -> None
     weights(None, 3)
     saved = (tmp_path / "run" / "checkpoints").rename(tmp_path / "saved") / "update-00000003"
     changes: List[Dict[str, Any]] = [
-        {"learning_rate": 0.2},
-        {"warmup_updates": 9},
-        {"lr_schedule": "step", "lr_steps": [1], "lr_gamma": 0.5},
-        {"lr_schedule": "exponential"},
-        {"lr_schedule": "exponential", "lr_frequency": 2},
-        {"label_smoothing": 0.1},
-        {"momentum": 0.5},
-        {"weight_decay": 0.05},
+        *({"learning_rate": 0.2}, {"warmup_updates": 9}, {"lr_schedule": "step", "lr_steps": [1], "lr_gamma": 0.5}),
+        *({"lr_schedule": "exponential"}, {"lr_schedule": "exponential", "lr_frequency": 2}, {"momentum": 0.5}),
+        *({"label_smoothing": 0.1}, {"weight_decay": 0.05}, {}),
         {"loss_scaling": 3.0},  # not a power of two, so it changes the rounding
-        {},
     ]
     updates = 14  # into the second epoch, where the steps begin
     assert len({weights(saved, updates, **change) for change in changes}) == len(changes)
@@ -451,9 +409,6 @@ def test_a_second_signal_ends_the_run_at_once(make: Make) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(plan, react)
     assert seen == [1]
-
-
-# ---- segments and intervals ------------------------------------------------------------------------------------------
 
 
 @given(
@@ -476,8 +431,7 @@ def test_segments_from_any_update_cover_the_rest_of_the_run_once(
     for segment in plan.segments(update):
         assert segment.first_update == update
         assert segment.num_updates > 0
-        assert segment.num_updates % iterations == 0
-        assert segment.epoch == update // plan.updates_per_epoch
+        assert (segment.num_updates % iterations, segment.epoch) == (0, update // plan.updates_per_epoch)
         assert (segment.end - 1) // plan.updates_per_epoch == segment.epoch
         assert segment.ends_epoch == (segment.end % plan.updates_per_epoch == 0)
         if plan.save_every_updates:
@@ -489,9 +443,68 @@ def test_segments_from_any_update_cover_the_rest_of_the_run_once(
 
 def test_an_interval_that_is_invalid_or_ends_within_a_call_is_refused(make: Make) -> None:
     for every in ("0 updates", "1.5 epochs", "-1 updates", "often", "10", "0 minutes", "3 parsecs"):
-        with pytest.raises(ConfigError, match="run.checkpoint_every"):
-            from_values({"run": {"checkpoint_every": every}})
+        refused("run.checkpoint_every", from_values, {"run": {"checkpoint_every": every}})
     with pytest.raises(ConfigError, match="--checkpoint-every 10 is not a whole number of calls of 4 .* use 8 or 12"):
         make(training={"device_iterations": 4}, run={"checkpoint_every": "10 updates"})
     with pytest.raises(ConfigError, match="--snapshot-every 3 is not a whole number of calls of 4 .* use 4"):
         make(training={"device_iterations": 4}, run={"snapshot_every": 3})
+
+
+FORMAT_MODEL = """
+import torch
+def make(channels, classes):
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(channels, 256, 3, 2), torch.nn.ReLU(), torch.nn.Conv2d(256, 512, 3, 2),  # the second: a product
+        torch.nn.Flatten(), torch.nn.Linear(512, classes))
+"""
+
+
+@pytest.mark.parametrize(
+    ("requested", "of_checkpoint", "used"),
+    [
+        ("auto", {resume.MEMORY_FORMAT: "contiguous"}, "contiguous"),
+        ("auto", {resume.MEMORY_FORMAT: "channels_last"}, "channels_last"),
+        ("auto", {}, "contiguous"),  # a checkpoint of a version without formats
+        ("channels_last", {resume.MEMORY_FORMAT: "contiguous"}, "channels_last"),
+    ],
+)
+def test_a_run_that_leaves_the_choice_continues_in_the_format_of_the_checkpoint(
+    make: Make, requested: str, of_checkpoint: Dict[str, Any], used: str, monkeypatch: Any
+) -> None:
+    plan = make(training={"memory_format": requested})
+    manifest = resume.manifest_of(plan, 3, 1, "", {})
+    others = {key: value for key, value in manifest.settings.items() if key != resume.MEMORY_FORMAT}
+    recorded = dataclasses.replace(manifest, settings={**others, **of_checkpoint})
+    continued = resume.in_recorded_format(plan, recorded)
+    found = [instance_environment(continued, spec) for spec in plan.placement.instances]
+    assert [each["EMULATED_POD_MEMORY_FORMAT"] for each in found] == [used] * 2
+    for value, expected in (("1", "1"), ("0", "0"), ("", "0")):  # instances compile as the command requests
+        monkeypatch.setenv("EMULATED_POD_COMPILE", value)
+        assert instance_environment(plan, plan.placement.instances[0])["EMULATED_POD_COMPILE"] == expected
+
+
+@pytest.mark.parametrize("name", ["auto", "contiguous"])
+def test_a_resumed_run_has_the_bits_of_one_without_interruption(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "format_model.py").write_text(FORMAT_MODEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def plan_of(folder: str, updates: int, **sections: Any) -> Plan:
+        training = {"model": "format_model:make", "updates": updates, "lr_schedule": "constant", "batch_size": 2}
+        run_section = {"fleet": "inline", "device": "emulated", **sections.pop("run", {})}
+        training = {**training, **sections.pop("training", {})}
+        plan = make(training=training, pod={"num_instances": 1}, run=run_section)
+        return dataclasses.replace(plan, run_dir=str(tmp_path / folder))
+
+    chosen = {"training": {"memory_format": name}}
+    whole = weights_of(run(plan_of("whole", UPDATES, **chosen)))
+    first = plan_of("parts", UPDATES // 2, **chosen)
+    run(first)
+    (checkpoint,), _ = storage.list_checkpoints(storage.checkpoints_folder(first.run_dir))
+    manifest = checkpoint.manifest
+    assert manifest.settings[resume.MEMORY_FORMAT] == ("channels_last" if name == "auto" else "contiguous")
+    second = plan_of("parts", UPDATES, run={"resume": first.run_dir})
+    assert weights_of(run(resume.in_recorded_format(second, manifest))) == whole
+    other = {"training": {"memory_format": "contiguous" if name == "auto" else "channels_last"}}
+    assert weights_of(run(plan_of("other", UPDATES, **other))) != whole, "both formats compute the same bits here"

@@ -20,22 +20,19 @@ from raypod.training.data.feed import Feed
 from raypod.training.data.images import ImageSource, input_shape
 from raypod.training.data.order import epoch_order
 from tests.support.bounded import wait_until
+from tests.support.refused import refused
 
 OWN = """
 import pathlib, random, time
 import numpy, torch
-
 class Own:
-    def __init__(self, samples, broken=None):
-        self.samples, self.broken = samples, broken
-    def __len__(self):
-        return self.samples
+    def __init__(self, samples, broken=None): self.samples, self.broken = samples, broken
+    def __len__(self): return self.samples
     def __getitem__(self, index):
         if index == self.broken:
             raise OSError(f"image {index} is damaged")
         noise = torch.rand(1) + numpy.random.rand() + random.random()
         return torch.full((1, 4, 4), float(index)) + noise / 10, index % 3
-
 class Blocks(Own):
     made = 0
     def __getitem__(self, index):
@@ -44,7 +41,6 @@ class Blocks(Own):
             time.sleep(8)
             pathlib.Path(self.folder, "waited").touch()
         return super().__getitem__(index)
-
 class Unstable(Own):
     def __getitem__(self, index):
         if index == 7 and pathlib.Path(self.broken, "outage").exists():
@@ -53,17 +49,11 @@ class Unstable(Own):
             except OSError as error:
                 raise OSError(f"cannot read image {index}: {error}") from error
         return Own.__getitem__(self, index)
-
-def make(folder):
-    return Own(40), Own(10), 3
-
-def make_unstable(folder):
-    return Unstable(40, folder), Unstable(10, folder), 3
-
+def make(folder): return Own(40), Own(10), 3
+def make_unstable(folder): return Unstable(40, folder), Unstable(10, folder), 3
 def make_blocks(folder):
     Blocks.folder = folder
     return Blocks(40), Own(10), 3
-
 def samples(folder):
     image = torch.zeros(1, 4, 4)
     sample = {
@@ -71,7 +61,6 @@ def samples(folder):
         "negative": (image, -1), "float": (image, 0.5),
     }[folder]
     return [sample] * 40, []
-
 class Odd(Own):
     odd = None
     def __getitem__(self, index):
@@ -83,11 +72,9 @@ class Odd(Own):
                 "label": (image, 3), "half": (image, 0.5), "several": (image, torch.tensor([1, 2])),
             }[self.odd]
         return image, label
-
 def odd(folder):
     Odd.odd = folder
     return Odd(40), Odd(10), 3
-
 def arrays(folder):
     from raypod.training.data import ArrayDataset
     images, labels = numpy.zeros((6, 1, 4, 4)), numpy.arange(6)
@@ -99,9 +86,7 @@ def arrays(folder):
         "label": (images.astype("uint8"), labels + 1), "good": (wide % 256, labels),
     }[folder]
     return ArrayDataset(*found), ArrayDataset(*found), 6
-
-def make_broken(folder):
-    return Own(40, broken=7), Own(10), 3
+def make_broken(folder): return Own(40, broken=7), Own(10), 3
 """
 SMALL = {"batch_size": 2}
 ONE: Any = {"num_instances": 1}
@@ -138,7 +123,7 @@ def calls(plan: Plan, segment: int = 0) -> List[List[Any]]:
     return found
 
 
-def test_a_call_has_the_combined_batch_and_normalized_images(make: Any) -> None:
+def test_a_call_has_the_combined_batch_and_a_segment_the_samples_of_its_epochs_order(make: Any) -> None:
     plan = make(training={"gradient_accumulation": 2, "device_iterations": 3})
     images, labels = calls(plan)[0][0]
     assert images.shape == (plan.geometry.combined_batch_size, 1, 8, 8)
@@ -147,9 +132,6 @@ def test_a_call_has_the_combined_batch_and_normalized_images(make: Any) -> None:
     plan = make(data={"augment": False}, training={"batch_size": 100}, pod=ONE)
     images = torch.cat([images for images, _ in calls(plan)[0]])
     assert (float(images.mean()), float(images.std())) == pytest.approx((0, 1), abs=0.05)
-
-
-def test_a_segment_feeds_the_samples_of_its_epochs_order(make: Any) -> None:
     plan = make(data={"augment": False})
     splits, order = datasets.load(plan.config), epoch_order(42, 1, 1437)
     fed = calls(plan, segment=1)
@@ -232,9 +214,14 @@ def test_random_numbers_differ_between_epochs_and_are_not_those_of_torch(make: A
 
 
 @pytest.mark.parametrize("section", [{"async_dataloader": True}, {"num_workers": 1}])
-def test_the_error_of_a_sample_is_raised(make: Any, own: str, section: Any, processes: None) -> None:
+def test_the_error_of_a_sample_is_raised_and_that_of_an_odd_one_has_its_index(
+    make: Any, own: str, section: Any, processes: None
+) -> None:
     with pytest.raises(OSError, match="image 7 is damaged"):
         calls(make(data={"dataset": "feed_own:make_broken", **section}, training=SMALL))
+    data = {"dataset": "feed_own:odd", "data_dir": "int64", **section}
+    with pytest.raises(ConfigError, match="^feed_own:odd: images must be uint8.* training sample 7; .*in DataLoader"):
+        calls(make(data=data, training=SMALL))
 
 
 @pytest.mark.parametrize(
@@ -249,8 +236,7 @@ def test_the_error_of_a_sample_is_raised(make: Any, own: str, section: Any, proc
     ],
 )
 def test_invalid_samples_are_config_errors(make: Any, own: str, kind: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        first_of(make(data={"dataset": "feed_own:samples", "data_dir": kind}, training=SMALL))
+    refused(message, first_of, make(data={"dataset": "feed_own:samples", "data_dir": kind}, training=SMALL))
 
 
 ODD = {
@@ -266,16 +252,9 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("kind", list(ODD))
-def test_the_error_of_an_odd_sample_has_its_index(make: Any, own: str, kind: str) -> None:
-    with pytest.raises(ConfigError, match=ODD[kind]):
-        calls(make(data={"dataset": "feed_own:odd", "data_dir": kind}, training=SMALL))
-
-
-def test_the_error_of_an_odd_sample_is_one_line_from_a_worker(make: Any, own: str, processes: None) -> None:
-    data = {"dataset": "feed_own:odd", "data_dir": "int64", "num_workers": 1}
-    with pytest.raises(ConfigError, match="^feed_own:odd: images must be uint8.* training sample 7; .*in DataLoader"):
-        calls(make(data=data, training=SMALL))
+def test_the_error_of_an_odd_sample_has_its_index(make: Any, own: str) -> None:
+    for kind in list(ODD):
+        refused(ODD[kind], calls, make(data={"dataset": "feed_own:odd", "data_dir": kind}, training=SMALL))
 
 
 @pytest.mark.parametrize(
@@ -293,30 +272,6 @@ def test_arrays_that_would_become_other_images_are_errors(own: str, kind: str, m
     with pytest.raises(ConfigError, match=f"feed_own:arrays: the train split has {message}"):
         datasets.load(from_values({"data": {"dataset": "feed_own:arrays", "data_dir": kind}}))
     assert len(datasets.load(from_values({"data": {"dataset": "feed_own:arrays", "data_dir": "good"}})).train) == 6
-
-
-@pytest.mark.parametrize("section", [{"eight_bit_io": True}, {"image_size": 8}])
-def test_eight_bit_io_and_resizing_need_uint8(make: Any, own: str, section: Any) -> None:
-    with pytest.raises(ConfigError, match="needs uint8 images"):
-        calls(make(data={"dataset": own, **section}, training=SMALL))
-
-
-def test_the_shape_of_the_networks_input(make: Any, recwarn: pytest.WarningsRecorder) -> None:
-    sections = {"dataset": "synthetic", "samples": 64, "image": "3x16x8"}
-    training = {"model": "vit_tiny", "batch_size": 2}
-    plan = make(data=sections, training=training, pod=ONE)
-    with pytest.raises(ConfigError, match="vit_tiny needs square images, not 16x8: add --resize 16"):
-        input_shape(plan.config, first_of(plan))
-    plan = make(data={**sections, "image_size": 16}, training=training, pod=ONE)
-    assert input_shape(plan.config, first_of(plan)) == (3, 16)
-    config = from_values({"data": {"dataset": "feed_own:data"}})
-    with pytest.warns(UserWarning, match=r"feed_own:data: .* shape \[32, 16, 3\] are taken as \[channels, height"):
-        assert input_shape(config, torch.zeros(1, 32, 16, 3)) == (32, 16)
-    recwarn.clear()
-    for shape in ((3, 32, 3), (1, 4, 4), (32, 32, 32)):
-        input_shape(config, torch.zeros(1, *shape))
-    input_shape(from_values({}), torch.zeros(1, 32, 16, 3))
-    assert not recwarn.list
 
 
 @pytest.mark.parametrize("section", [{"num_workers": 2}, {"async_dataloader": True, "num_workers": 2}])
@@ -378,7 +333,7 @@ def test_an_outage_that_lasts_is_an_error_that_is_no_fault_of_the_instance(make:
         list(feed.calls(plan.segments()[0]))
 
 
-def test_an_interrupted_feed_yields_no_further_call(make: Any, own: str) -> None:
+def test_an_interrupted_feed_yields_no_further_call_and_8_bit_io_and_resizing_need_uint8(make: Any, own: str) -> None:
     plan = make(data={"dataset": own}, training=SMALL)
     feed = feeds(plan)[0]
     fed = feed.calls(plan.segments()[0])
@@ -386,18 +341,21 @@ def test_an_interrupted_feed_yields_no_further_call(make: Any, own: str) -> None
     feed.interrupt()  # during a call: nothing waits for data now
     assert list(fed) == []
     feed.close()
+    section: Any
+    for section in ({"eight_bit_io": True}, {"image_size": 8}):
+        refused("needs uint8 images", calls, make(data={"dataset": own, **section}, training=SMALL))
 
 
-@pytest.mark.parametrize("instances", [1, 2, 4])
-def test_evaluation_covers_the_test_split_once(make: Any, instances: int) -> None:
-    plan = make(training={"batch_size": 7}, pod={"num_instances": instances})
-    shapes, labels = set(), []
-    for feed in feeds(plan):
-        for (images, wanted), valid in feed.evaluation_calls():
-            shapes.add(tuple(images.shape))
-            labels.extend(wanted[:valid].tolist())
-    assert shapes == {(plan.geometry.evaluation_batch_size, 1, 8, 8)}
-    assert sorted(labels) == sorted(datasets.load(plan.config).test.labels.tolist())
+def test_evaluation_covers_the_test_split_once(make: Any) -> None:
+    for instances in (1, 2, 4):
+        plan = make(training={"batch_size": 7}, pod={"num_instances": instances})
+        shapes, labels = set(), []
+        for feed in feeds(plan):
+            for (images, wanted), valid in feed.evaluation_calls():
+                shapes.add(tuple(images.shape))
+                labels.extend(wanted[:valid].tolist())
+        assert shapes == {(plan.geometry.evaluation_batch_size, 1, 8, 8)}
+        assert sorted(labels) == sorted(datasets.load(plan.config).test.labels.tolist())
 
 
 def test_evaluation_of_a_user_data_set_draws_the_same_numbers(make: Any, own: str, processes: None) -> None:
@@ -411,14 +369,27 @@ def test_evaluation_of_a_user_data_set_draws_the_same_numbers(make: Any, own: st
     assert len(set(passes[0][:, 0, 0, 0].frac().tolist())) == 10  # each sample draws its own number
 
 
-@pytest.mark.parametrize(
-    ("size", "eight_bit_io", "sent"), [(20, False, (1, 20, 20)), (20, True, (1, 8, 8)), (6, True, (1, 6, 6))]
-)
-def test_with_eight_bit_io_the_device_enlarges(make: Any, size: int, eight_bit_io: bool, sent: Any) -> None:
-    plan = make(data={"image_size": size, "eight_bit_io": eight_bit_io})
-    assert first_of(plan).shape[1:] == sent
-    assert input_shape(plan.config, first_of(plan)) == (1, size)
-    assert calls(plan)[0][0][0].shape[1:] == sent
+def test_with_eight_bit_io_the_device_enlarges_images_of_the_shape_of_the_networks_input(
+    make: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    for size, eight_bit_io, sent in ((20, False, (1, 20, 20)), (20, True, (1, 8, 8)), (6, True, (1, 6, 6))):
+        plan = make(data={"image_size": size, "eight_bit_io": eight_bit_io})
+        assert (first_of(plan).shape[1:], input_shape(plan.config, first_of(plan))) == (sent, (1, size))
+        assert calls(plan)[0][0][0].shape[1:] == sent
+    sections = {"dataset": "synthetic", "samples": 64, "image": "3x16x8"}
+    training = {"model": "vit_tiny", "batch_size": 2}
+    plan = make(data=sections, training=training, pod=ONE)
+    refused("vit_tiny needs square images, not 16x8: add --resize 16", input_shape, plan.config, first_of(plan))
+    plan = make(data={**sections, "image_size": 16}, training=training, pod=ONE)
+    assert input_shape(plan.config, first_of(plan)) == (3, 16)
+    config = from_values({"data": {"dataset": "feed_own:data"}})
+    with pytest.warns(UserWarning, match=r"feed_own:data: .* shape \[32, 16, 3\] are taken as \[channels, height"):
+        assert input_shape(config, torch.zeros(1, 32, 16, 3)) == (32, 16)
+    recwarn.clear()
+    for shape in ((3, 32, 3), (1, 4, 4), (32, 32, 32)):
+        input_shape(config, torch.zeros(1, *shape))
+    input_shape(from_values({}), torch.zeros(1, 32, 16, 3))
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("section", [{}, {"async_dataloader": True, "num_workers": 3}])

@@ -78,15 +78,12 @@ def test_the_rows_of_a_shortened_file_are_those_of_the_file(options: Any, factor
             assert np.array_equal(found[:used], whole[:used])
 
 
-def test_files_that_cannot_be_shortened_are_decoded_as_a_whole() -> None:
+def test_files_that_cannot_be_shortened_and_pixels_are_those_of_pillow_also_if_other_decoders_warn() -> None:
     progressive, plain = jpeg(130, 200, progressive=True), jpeg(130, 200)
     for data in (progressive, plain[:-2], plain + b"0", plain[:300], b"\xff\xd8"):
         assert image_decoders._shortened(data, 64) is None
     ours, theirs = (samples(progressive, decoder, 64, True, 6) for decoder in ("simplejpeg", "pillow"))
     assert int((torch.stack(ours) - torch.stack(theirs)).abs().max()) <= 2
-
-
-def test_the_decoded_pixels_are_those_of_pillow_also_if_other_decoders_warn() -> None:
     data = jpeg(120, 120)
     ours = samples(data, "simplejpeg", 105, is_random=False, count=1)[0]  # resized to 120: the decoded pixels
     with Image.open(io.BytesIO(data)) as image:
@@ -99,8 +96,15 @@ def test_the_decoded_pixels_are_those_of_pillow_also_if_other_decoders_warn() ->
     assert torch.equal(found, expected)
 
 
-def test_files_that_simplejpeg_does_not_decode_are_left_to_pillow(tmp_path: Path) -> None:
+def test_files_that_simplejpeg_does_not_decode_are_left_to_pillow_and_predictions_are_alike(tmp_path: Path) -> None:
     folder = image_folders.write(tmp_path)
+    config = from_values({"data": {**FAST, "data_dir": str(folder), "image_size": 24}})
+    splits = datasets.load(config)
+    file = folder / "val" / "dog" / "a.JPEG"
+    assert torch.equal(ImageReader("imagefolder", splits).read(file), splits.test[1][0])
+    png = folder / "train" / "dog" / "e.png"
+    unaugmented = datasets.load(config.model_copy(update={"data": config.data.model_copy(update={"augment": False})}))
+    assert torch.equal(ImageReader("imagefolder", splits).read(png), unaugmented.train[10][0])
     loaded = []
     for decoder in ("simplejpeg", "pillow"):
         config = from_values({"data": {**FAST, "data_dir": str(folder), "image_size": 96, "jpeg_decoder": decoder}})
@@ -114,17 +118,6 @@ def test_files_that_simplejpeg_does_not_decode_are_left_to_pillow(tmp_path: Path
         data.train[0]
     with pytest.raises(OSError, match=r"train/cat/b.jpg: (?i:.*truncated.*); replace it"):
         data.train[1]
-
-
-def test_images_for_predictions_are_prepared_alike(tmp_path: Path) -> None:
-    folder = image_folders.write(tmp_path)
-    config = from_values({"data": {**FAST, "data_dir": str(folder), "image_size": 24}})
-    splits = datasets.load(config)
-    file = folder / "val" / "dog" / "a.JPEG"
-    assert torch.equal(ImageReader("imagefolder", splits).read(file), splits.test[1][0])
-    png = folder / "train" / "dog" / "e.png"
-    unaugmented = datasets.load(config.model_copy(update={"data": config.data.model_copy(update={"augment": False})}))
-    assert torch.equal(ImageReader("imagefolder", splits).read(png), unaugmented.train[10][0])
 
 
 def test_a_missing_package_or_a_decoder_without_effect_is_an_error(make: Any, monkeypatch: Any) -> None:
@@ -145,21 +138,18 @@ def started(instance: int, **versions: str) -> InstanceStarted:
     return InstanceStarted(instance, f"host-{instance}", 1, "emulated", "", 1, (), "data", tuple(versions.items()))
 
 
-def test_hosts_with_different_decoders_are_an_error(plan: Plan, make: Any) -> None:
+def test_decoders_that_differ_between_hosts_or_from_the_checkpoint_are_an_error(plan: Plan, make: Any) -> None:
     assert "imagefolder: 12 training, 2 test, 224x224 pixels, decoded by simplejpeg" in render(plan)
     assert describe(plan)["dataset"]["jpeg_decoder"] == "simplejpeg"
     check_same_data(plan, [started(0, simplejpeg="1.7.3"), started(1, simplejpeg="1.9.0")])
     with pytest.raises(ConfigError, match="instance 1 on host host-1 decodes images with simplejpeg 2, and instance"):
         check_same_data(plan, [started(0, simplejpeg="1.9.0"), started(1, simplejpeg="2.0.0")])
     check_same_data(make(), [started(0, pillow="10.4.0"), started(1, pillow="13.0.0")])
-
-
-def test_a_checkpoint_of_another_decoder_is_named(plan: Plan, make: Any) -> None:
     manifest = resume.manifest_of(plan, 1, 0, "data", {"simplejpeg": "1.9.0"})
     with_pillow = {**resume.settings_of(plan), "data.jpeg_decoder": "pillow"}
-    assert resume.first_difference(manifest, with_pillow, []) == (
-        "its data.jpeg_decoder is simplejpeg and this run's is pillow; --resume-anyway jpeg_decoder resumes with pillow"
-    )
+    words = "its data.jpeg_decoder is simplejpeg and this run's is pillow"
+    found = resume.first_difference(manifest, with_pillow, [])
+    assert found == f"{words}; --resume-anyway jpeg_decoder resumes with pillow"
     checkpoint: Any = type("Saved", (), {"path": "update-1", "manifest": manifest})
     check_same_data(plan, [started(0, simplejpeg="1.7.3")], checkpoint)
     with pytest.raises(ConfigError, match="update-1: its images were decoded with simplejpeg 1, and this run's are"):

@@ -1,35 +1,62 @@
-"""Image folders: classes, crops, damaged files and missing folders."""
+"""Image folders: classes, crops, damaged files, missing folders, bounding boxes, and pixels of unusual modes."""
 
 from __future__ import annotations
 
 import errno
 import functools
+import io
 import os
+import re
+import struct
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Dict, List, Tuple
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from raypod.api.inference import settings
 from raypod.errors import ConfigError
-from raypod.plan.compatibility import check_compatible
+from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize
 from raypod.plan.resolve import from_values
 from raypod.plan.tables import render, render_brief
 from raypod.training import data as datasets
-from raypod.training.data import packing
+from raypod.training.checkpoint import resume
+from raypod.training.checkpoint.format import Checkpoint
+from raypod.training.data import image_decoders, packing
+from raypod.training.data.bounding_boxes import WHOLE, boxes_of, is_covered
 from raypod.training.data.image_files import SUFFIXES
 from raypod.training.data.loading import SeededSamples
-from raypod.training.tasks.image_classification import image_files
+from raypod.training.data.pixels import open_image
+from raypod.training.tasks.image_classification import ImageReader, image_files
 from tests.support import image_folders
 from tests.support.image_folders import config
+from tests.support.refused import refused
+
+CHANGES = [{"policy": "rand-augment", "random_erasing": 0.5}, {"policy": "auto-augment"}]
+CORNER = (0.7, 0.0, 1.0, 0.25)  # at the right of a wide image, at its top
+NAMES = ("a.JPEG", "b.jpg", "c.jpg", "d.jpg", "e.png", "f.jpeg")
+FILE = "".join(f"{kind}/{name},{','.join(map(str, CORNER))}\n" for kind in ("cat", "dog") for name in NAMES)
+SIDE = 28  # Resize to 32 and a crop of 28: images of 32 pixels are cropped only
+GREY = (np.arange(32 * 32).reshape(32, 32) // 4).astype(np.uint8)
+COLOR = np.stack([GREY, GREY.T, 255 - GREY], axis=-1)
+TURNED = Image.Exif()
+SIXTEEN = (GREY.astype(np.uint16) << 8) + 77
+SEE_THROUGH = bytes([0] * 128 + [255] * 128)
+COLORED, PALETTE = Image.fromarray(COLOR), Image.fromarray(GREY).quantize(256)
+FRAMES = {"save_all": True, "append_images": [Image.fromarray(255 - COLOR)]}
+DEEP, CLEAR = "with more than 8 bits per channel (reduced to 8)", "with transparency (dropped)"
+CMYK, FIRST = "in CMYK (converted without a color profile)", "with several frames (only the first is used)"
+ORIENTED = "with an EXIF orientation (not applied)"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (image_folders.write(tmp_path) / "train" / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / "boxes.csv").write_text(FILE)
     return tmp_path
 
 
@@ -45,7 +72,7 @@ def test_each_folder_is_a_class_and_evaluation_uses_the_center_crop(folder: Path
     assert np.abs(splits.test[0][0].numpy().astype(int) - expected.astype(int)).max() <= 1
 
 
-def test_planning_counts_samples_and_writes_nothing(folder: Path) -> None:
+def test_planning_counts_samples_and_writes_nothing_and_nested_folders_are_found(folder: Path) -> None:
     assert datasets.dataset_size(config(folder)) == DatasetSize(12, 2)
     assert datasets.image_shape(config(folder)) == datasets.ImageShape(3, 224, 2)
     assert not list(folder.rglob("*.npy"))
@@ -55,22 +82,19 @@ def test_planning_counts_samples_and_writes_nothing(folder: Path) -> None:
     image_folders.touch(folder / "train" / "cat")
     assert datasets.dataset_size(config(folder)) == DatasetSize(11, 2)
     assert datasets.load(config(folder)).fingerprint != before
-
-
-def test_files_in_nested_folders_are_found(folder: Path) -> None:
     nested = folder / "train" / "cat" / "young" / "small"
     nested.mkdir(parents=True)
     datasets.load(config(folder))
     (nested / "e.png").write_bytes((folder / "train" / "cat" / "e.png").read_bytes())
     image_folders.touch(nested)
-    assert len(datasets.load(config(folder)).train) == 13
+    assert len(datasets.load(config(folder)).train) == 12
 
 
-CHANGES = [{"policy": "rand-augment", "random_erasing": 0.5}, {"policy": "auto-augment"}]
-
-
-@pytest.mark.parametrize("data", [{}, {"eight_bit_io": True}, *CHANGES])
+@pytest.mark.parametrize("data", [{}, {"eight_bit_io": True}, {"bounding_boxes": "FOLDER/boxes.csv"}, *CHANGES])
 def test_training_crops_are_a_function_of_seed_epoch_and_sample(folder: Path, make: Any, data: Any) -> None:
+    data = {
+        name: value.replace("FOLDER", str(folder)) if isinstance(value, str) else value for name, value in data.items()
+    }
     fed = functools.partial(image_folders.fed, make, folder, data)
     assert torch.equal(fed(1, 1), fed(1, 2))
     assert not torch.equal(fed(0, 1), fed(1, 1))
@@ -95,27 +119,6 @@ def test_policies_and_erasing_change_the_same_crops(folder: Path) -> None:
     assert torch.equal(erased.permute(0, 2, 3, 1)[~is_erased], ordinary.permute(0, 2, 3, 1)[~is_erased])
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (
-            {"dataset": "digits", "policy": "auto-augment"},
-            "--policy auto-augment has no effect without --dataset image",
-        ),
-        ({"dataset": "digits", "random_erasing": 0.5}, "--random-erasing 0.5 has no effect without --dataset imagef"),
-        ({"dataset": "imagenet", "random_erasing": 0.5, "augment": False}, "no effect with --no-augment"),
-        ({"dataset": "imagenet", "rand_augment_ops": 3}, "--rand-augment-ops 3 has no effect without --policy rand"),
-        (
-            {"policy": "auto-augment", "rand_augment_magnitude": 3, "dataset": "imagenet"},
-            "--rand-augment-magnitude 3 has",
-        ),
-    ],
-)
-def test_changes_of_other_images_are_a_mistake(given: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check_compatible(from_values({"data": given}))
-
-
 def test_without_augmentation_training_images_are_the_centre_too(folder: Path) -> None:
     (folder / "val" / "cat" / "a.JPEG").write_bytes((folder / "train" / "cat" / "a.JPEG").read_bytes())
     plain, random = (datasets.load(config(folder, image_size=16, augment=on)) for on in (False, True))
@@ -136,14 +139,21 @@ def test_a_damaged_image_is_named(folder: Path) -> None:
         train[10]
 
 
-def test_a_folder_that_does_not_exist_is_named_with_where_it_was_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_that_do_not_exist_or_cannot_be_read_are_named(tmp_path: Path, monkeypatch: Any, folder: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for name, place in ((f"{tmp_path}/none", ""), ("none", f" in {tmp_path}")):
         message = f"^--data-dir {name} does not exist{place}: --dataset imagefolder reads it"
-        with pytest.raises(ConfigError, match=message):
-            datasets.load(config(name))
+        refused(message, datasets.load, config(name))
+
+    def scandir(where: str) -> Any:
+        if where.endswith("dog"):
+            raise PermissionError(errno.EACCES, "Permission denied", where)
+        return scanned(where)
+
+    scanned = os.scandir
+    monkeypatch.setattr(os, "scandir", scandir)
+    for read in (datasets.load, datasets.dataset_size):
+        refused("cannot read the folder .*train/dog: Permission denied", read, config(folder))
 
 
 @pytest.mark.parametrize(
@@ -157,8 +167,7 @@ def test_a_folder_that_does_not_exist_is_named_with_where_it_was_looked_for(
 def test_missing_folders_and_images_are_errors(folder: Path, damage: Any, words: str) -> None:
     damage(folder)
     for read in (datasets.load, datasets.dataset_size):
-        with pytest.raises(ConfigError, match=words):
-            read(config(folder))
+        refused(words, read, config(folder))
 
 
 def test_the_test_split_may_be_missing_or_in_test(folder: Path, make: Any) -> None:
@@ -196,8 +205,7 @@ def test_hidden_and_other_files_are_no_samples_and_are_counted(folder: Path, mak
     assert len(datasets.load(config(folder)).test) == 2
     (folder / "val" / "bird" / "x.png").write_bytes(picture)
     image_folders.touch(folder / "val" / "bird")
-    with pytest.raises(ConfigError, match="val/bird is a class which has no images in .*/train"):
-        datasets.load(config(folder))
+    refused("val/bird is a class which has no images in .*/train", datasets.load, config(folder))
 
 
 @pytest.mark.parametrize("above", [".", "train", ".."])
@@ -220,9 +228,7 @@ def test_links_are_followed_and_loops_end(folder: Path, tmp_path_factory: pytest
     (elsewhere / "y.png").write_bytes(picture)  # only the time of a linked folder changes
     image_folders.touch(elsewhere)
     train = datasets.load(config(folder)).train
-    assert len(train) == 14
-    assert train[13][1] == 1
-    assert len(image_files([str(folder / "train" / "dog")])) == 8
+    assert (len(train), train[13][1], len(image_files([str(folder / "train" / "dog")]))) == (14, 1, 8)
 
 
 def test_the_fingerprint_covers_the_contents_of_the_files(folder: Path) -> None:
@@ -253,8 +259,7 @@ def test_names_need_not_be_utf8(folder: Path, make: Any) -> None:
         (where / "x.\udce9").write_bytes(b"")
     (root / "train" / "d\udce9g" / "b.jpg").write_bytes(b"no image")
     splits = datasets.load(config(root))
-    assert splits.names == ("cat", "d\\xe9g")
-    assert splits.train[6][1] == 1
+    assert (splits.names, splits.train[6][1]) == (("cat", "d\\xe9g"), 1)
     with pytest.raises(OSError, match=r"caf\\xe9/train/d\\xe9g/b.jpg: ") as caught:
         splits.train[7]
     assert str(caught.value).encode()
@@ -280,14 +285,240 @@ def test_every_format_is_read(tmp_path: Path, suffix: str) -> None:
     assert (tuple(image.shape), label) == ((3, 32, 32), 0)
 
 
-def test_a_folder_that_cannot_be_read_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def scandir(where: str) -> Any:
-        if where.endswith("dog"):
-            raise PermissionError(errno.EACCES, "Permission denied", where)
-        return scanned(where)
+def drawn(count: int, box: Any) -> Any:
+    """The crops of a number of seeds of an image that is 300 wide and 200 high."""
+    image = torch.empty(3, 200, 300, device="meta")
+    for seed in range(count):
+        torch.manual_seed(seed)
+        yield image_decoders._drawn_crop(image, 200, 300, box)
 
-    scanned = os.scandir
-    monkeypatch.setattr(os, "scandir", scandir)
+
+def test_crops_are_drawn_until_one_has_a_tenth_of_the_box_and_the_last_of_ten_remains() -> None:
+    box = (0.6, 0.0, 1.0, 0.4)
+    first, with_box = list(drawn(300, WHOLE)), list(drawn(300, box))
+    covered, covered_now = ([is_covered(crop, 200, 300, box) for crop in crops] for crops in (first, with_box))
+    assert sum(covered) < 200 < 299 <= sum(covered_now)
+    assert all(one == other for one, other, is_first in zip(first, with_box, covered) if is_first)
+    for (top, left, rows, columns), expected in (
+        ((0, 200, 100, 100), True),  # 90 x 50 of 10,000 pixels
+        ((150, 0, 50, 300), False),
+        ((150, 0, 50, 100), False),  # both distances are negative, and their product is not
+        ((0, 119, 50, 100), False),  # 9 x 50 of 5,000
+        ((0, 120, 50, 100), True),
+    ):
+        assert is_covered((top, left, rows, columns), 200, 300, CORNER) == expected
+    from torchvision import transforms  # after the import hook of image_decoders
+
+    for seed, crop in enumerate(drawn(3, (0.999, 0.0, 1.0, 0.001))):
+        torch.manual_seed(seed)
+        image = torch.empty(3, 200, 300, device="meta")
+        get = transforms.RandomResizedCrop.get_params
+        assert [get(image, (0.08, 1.0), (3 / 4, 4 / 3)) for _ in range(10)][-1] == crop
+
+
+@pytest.mark.parametrize("given", [{}, {"policy": "rand-augment", "random_erasing": 0.5}])
+@pytest.mark.parametrize("decoder", ["pillow", "simplejpeg"])
+def test_only_images_with_a_box_have_other_crops(folder: Path, decoder: str, given: Any) -> None:
+    if decoder == "simplejpeg":
+        pytest.importorskip("simplejpeg")
+
+    def images(name: str, **more: Any) -> torch.Tensor:
+        (folder / "boxes.csv").write_text(f"{name},0.0,0.0,1.0,1.0\ncat/d.jpg,0.99,0.99,1,1\n")
+        data = config(folder, image_size=16, jpeg_decoder=decoder, **given, **more)
+        samples = SeededSamples(datasets.load(data).train, seed=1)
+        return torch.stack([samples[epoch, index][1][0] for epoch in range(4) for index in range(12)])
+
+    ordinary, with_boxes = images("x.jpg"), images("x.jpg", bounding_boxes=str(folder / "boxes.csv"))
+    differs = (ordinary != with_boxes).flatten(1).any(dim=1).reshape(4, 12)
+    assert differs.any(dim=0).tolist() == [index == 3 for index in range(12)]
+
+
+def test_boxes_belong_to_the_names_of_files(tmp_path: Path) -> None:
+    images = np.array([b"train/cat/young/a.jpg", b"train/cat/b.jpg", b"train/dog/b.jpg", b"train/dog/\xe9.jpg"])
+    file = tmp_path / "boxes.csv"
+    file.write_bytes(b"a.jpg,0,0,1,0.5\r\na.jpg,0.25,0,1,0.5\r\ndog/b.jpg,0,0,0.5,0.5\r\n\xe9.jpg,0.5,0.5,1,1\r\n")
+    found = boxes_of(str(file), images)
+    assert found.tolist() == [[0.25, 0, 1, 0.5], [0, 0, 1, 1], [0, 0, 0.5, 0.5], [0.5, 0.5, 1, 1]]
+
+
+def test_a_resumed_run_needs_the_same_boxes(folder: Path, make: Any) -> None:
+    file = folder / "boxes.csv"
+
+    def fingerprint(**data: Any) -> str:
+        return datasets.load(config(folder, **data)).fingerprint
+
+    without, given = fingerprint(), fingerprint(bounding_boxes=str(file))
+    moved = file.with_name("moved.csv")
+    moved.write_text(FILE.replace("\n", "\r\n"))
+    assert fingerprint(bounding_boxes=str(moved)) == given
+    moved.write_text(FILE.replace("0.7", "0.6"))
+    changed = fingerprint(bounding_boxes=str(moved))
+    assert len({without, given, changed}) == 3
+    assert len({each.partition("-")[0] for each in (without, given, changed)}) == 1, "the names are the same"
+
+    plans = [
+        make(data=config(folder, bounding_boxes=name).data.model_dump(), training={"batch_size": 2})
+        for name in (None, str(file), str(moved))
+    ]
+    manifest = resume.manifest_of(plans[1], 1, 0, given, {})
+    with pytest.raises(ConfigError, match=f"--bounding-boxes {moved} has other boxes than those of the run"):
+        resume.check_data(plans[2], Checkpoint(folder, manifest), changed)
+    assert resume.difference_to(plans[2], manifest, []) is None
+    words = "its data.bounding_boxes is a file and this run's is None"
+    assert words in str(resume.difference_to(plans[0], manifest, []))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("a.JPEG,0,0,1\n", "line 1 is no NAME,x1,y1,x2,y2"),
+        ("cat/a.JPEG,0,0,1,1\n\n", "line 2 is no NAME"),
+        ("cat/a.JPEG,0,0,1,1\nb.jpg,0,0,1,right\n", "line 2 is no NAME"),
+        ("b.jpg,0,0,1,1,1\n", "line 1 is no NAME"),
+        ("b.jpg,0,0,1," + "1" * 200_000, "line 1 is no NAME"),  # more than csv reads
+        ("b.jpg,0,0,1,1.01\n", r"line 1: the box 0,0,1,1.01 is empty or outside of the image: x1 < x2 and y1 < y2"),
+        ("b.jpg,-0.1,0,1,1\n", "line 1: the box -0.1,0,1,1 is empty or"),
+        ("b.jpg,0.5,0,0.5,1\n", "line 1: the box 0.5,0,0.5,1 is empty or"),
+        ("b.jpg,0,nan,1,1\n", "line 1: the box 0,nan,1,1 is empty or"),
+        ("a.JPEG,0,0,1,1\n", "several training images are named a.JPEG, as dog/a.JPEG: write CLASS/NAME in the file"),
+        ("n01440764_10026.JPEG,0,0,1,1\n", "has a box of none of the 12 training images"),
+        ("", "has a box of none of the 12 training images"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(folder: Path, content: str, words: str) -> None:
+    (folder / "boxes.csv").write_text(content)
+    data = config(folder, bounding_boxes=str(folder / "boxes.csv"))
     for read in (datasets.load, datasets.dataset_size):
-        with pytest.raises(ConfigError, match="cannot read the folder .*train/dog: Permission denied"):
-            read(config(folder))
+        refused(f"^--bounding-boxes {folder}/boxes.csv:? {words}", read, data)
+
+
+def test_boxes_that_are_missing_or_of_packed_images_are_named_and_an_evaluation_reads_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    for name, words in (
+        ("none.csv", f"No such file or directory in {folder}$"),
+        (f"{folder}/none.csv", "No such file or directory$"),
+        ("train", "Is a directory"),
+    ):
+        refused(f"^--bounding-boxes {name}: {words}", datasets.dataset_size, config(folder, bounding_boxes=name))
+    packing.pack(folder, folder / "packed", 10**9, lambda written, total: None)
+    data = config(folder / "packed", bounding_boxes=str(folder / "boxes.csv"))
+    for read in (datasets.load, datasets.dataset_size):
+        refused(r"boxes.csv has no effect on shards, which .*packed has: omit it", read, data)
+    own = from_values({"data": {"dataset": "imagefolder", "bounding_boxes": "none.csv"}})
+    assert settings.changed(own, {}, settings.EVALUATION)["data"].get("bounding_boxes") is None
+
+
+TURNED[0x0112] = 6
+# What is written, with which options; the expected pixels; the warning of the plan.
+TABLE: Dict[str, Tuple[Image.Image, Dict[str, Any], np.ndarray, str]] = {
+    "grey.png": (Image.fromarray(GREY), {}, GREY, ""),
+    "color.png": (COLORED, {}, COLOR, ""),
+    "one.png": (Image.fromarray(GREY > 99), {}, 255 * (GREY > 99).astype(np.uint8), ""),
+    "sixteen.png": (Image.fromarray(SIXTEEN), {}, GREY, DEEP),
+    "sixteen.tif": (Image.fromarray(SIXTEEN), {}, GREY, DEEP),
+    "integers.tif": (Image.fromarray(SIXTEEN.astype(np.int32)), {}, GREY, DEEP),
+    "alpha.png": (Image.fromarray(np.dstack([COLOR, GREY])), {}, COLOR, CLEAR),
+    "grey-alpha.png": (Image.merge("LA", [Image.fromarray(GREY), Image.fromarray(GREY.T)]), {}, GREY, CLEAR),
+    "palette.png": (PALETTE, {}, GREY, ""),
+    "holes.png": (PALETTE, {"transparency": SEE_THROUGH}, GREY, CLEAR),
+    "hole.png": (PALETTE, {"transparency": 3}, GREY, CLEAR),
+    "cmyk.tif": (COLORED.convert("CMYK"), {}, COLOR, CMYK),
+    "turned.png": (COLORED, {"exif": TURNED}, COLOR, ORIENTED),
+    "turned.tif": (COLORED, {"exif": TURNED}, np.rot90(COLOR, -1), ""),  # by Pillow
+    "moving.png": (COLORED, FRAMES, COLOR, FIRST),
+    "pages.tif": (COLORED, FRAMES, COLOR, FIRST),
+}
+
+
+def folder_of(tmp_path: Path, name: str, image: Image.Image, **options: Any) -> Path:
+    for where in (tmp_path / "train" / "a", tmp_path / "val" / "a"):
+        where.mkdir(parents=True)
+        image.save(str(where / name), **options)
+    return tmp_path
+
+
+def config_of_side(folder: Path, **data: object) -> Config:
+    return config(folder, image_size=SIDE, **data)
+
+
+@pytest.mark.parametrize("name", list(TABLE))
+@pytest.mark.parametrize("decoder", ["pillow", "simplejpeg"])
+def test_training_evaluation_and_prediction_see_the_same_pixels(tmp_path: Path, name: str, decoder: str) -> None:
+    if decoder == "simplejpeg":
+        pytest.importorskip("simplejpeg", reason="the extra raypod[jpeg] is not installed")
+    image, options, pixels, warning = TABLE[name]
+    settings = config_of_side(folder_of(tmp_path, name, image, **options), jpeg_decoder=decoder, augment=False)
+    splits = datasets.load(settings)
+    expected = np.broadcast_to(pixels.reshape(32, 32, -1), (32, 32, 3))[2:30, 2:30].transpose(2, 0, 1)
+    predicted = ImageReader("imagefolder", splits).read(tmp_path / "val" / "a" / name)
+    for found in (splits.train[0][0], splits.test[0][0], predicted):
+        assert np.array_equal(found.numpy(), expected)
+    notes = datasets.dataset_size(settings).notes
+    assert notes == (() if not warning else (f"WARNING: 2 of 2 images {warning}, as {tmp_path}/train/a/{name}",))
+
+
+def test_a_jpeg_with_an_orientation_and_images_for_a_grey_model(tmp_path: Path) -> None:
+    settings = config_of_side(image_folders.write(tmp_path))
+    kinds = [each.partition(" images ")[2].partition(",")[0] for each in datasets.dataset_size(settings).notes]
+    assert kinds == [CMYK, ORIENTED, CLEAR]
+    array = datasets.ArrayDataset(np.zeros((1, 1, 32, 32), dtype=np.uint8), np.zeros(1, dtype=np.int64))
+    reader = ImageReader("grey", datasets.Splits(array, array, 1, ""))
+    for name in ("grey.png", "sixteen.png", "grey-alpha.png", "holes.png"):
+        image, options, pixels, _ = TABLE[name]
+        image.save(str(tmp_path / name), **options)
+        assert torch.equal(reader.read(tmp_path / name)[0], torch.from_numpy(pixels))
+
+
+def test_pixels_of_an_unknown_range_are_an_error(tmp_path: Path) -> None:
+    for number, (pixels, words) in enumerate(
+        (
+            (GREY.astype(np.float32) / 255, "floating-point numbers of an unknown range"),
+            (GREY.astype(np.int32) * 4096, "integers of more than 16 bits"),
+            (GREY.astype(np.int32) - 9, "integers of more than 16 bits"),
+        )
+    ):
+        splits = datasets.load(config_of_side(folder_of(tmp_path / str(number), "wide.tif", Image.fromarray(pixels))))
+        with pytest.raises(OSError, match=f"train/a/wide.tif: its pixels are {words}: convert it to 8 or 16 bits"):
+            splits.train[0]
+
+
+def test_the_plan_shows_what_is_lost_and_what_cannot_be_opened(tmp_path: Path, make: Any) -> None:
+    folder = image_folders.write(tmp_path)
+    (folder / "train" / "cat" / "a.JPEG").write_bytes(b"no image")
+    plan = make(data=config_of_side(folder).data.model_dump(), training={"batch_size": 2})
+    shown: List[str] = render(plan).splitlines()
+    assert any(f"WARNING: 1 of 14 images that cannot be opened, as {folder}/train/cat/a.JPEG" in line for line in shown)
+    assert any(f"WARNING: 2 of 14 images with transparency (dropped), as {folder}" in line for line in shown)
+
+
+@pytest.mark.parametrize("decoder", ["pillow", "simplejpeg"])
+def test_training_and_prediction_refuse_an_image_with_more_pixels(decoder: str, tmp_path: Path) -> None:
+    pytest.importorskip(decoder.replace("pillow", "PIL"))
+    folder = image_folders.write(tmp_path)
+    file, pixels = folder / "train" / "cat" / "b.jpg", 500 * 400
+    image_folders.photograph(1, 500, 400).save(file, "JPEG")
+    accepted, rejected = (
+        datasets.load(config(folder, image_size=24, jpeg_decoder=decoder, max_image_pixels=limit))
+        for limit in (pixels, pixels - 1)
+    )
+    assert accepted.train[1][0].shape == ImageReader("imagefolder", accepted).read(file).shape
+    message = f"{re.escape(str(file))}: it has .* pixels, more than --max-image-pixels {pixels - 1}"
+    with pytest.raises(OSError, match=f"{message}.* accept more with --max-image-pixels, or .* with --leave-out 1"):
+        rejected.train[1]
+    refused(message, ImageReader("imagefolder", rejected).read, file)
+
+
+def test_the_limit_replaces_that_of_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+    size = 30_000
+    png = b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", struct.pack(">IIBBBBB", size, size, 1, 0, 0, 0, 0)) + _chunk(b"IDAT")
+    with pytest.raises(OSError, match="--max-image-pixels is 1000"):
+        open_image(io.BytesIO(png), 1000)
+    with open_image(io.BytesIO(png), size * size) as image:
+        assert image.size == (size, size)
+
+
+def _chunk(kind: bytes, content: bytes = b"") -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))

@@ -21,6 +21,7 @@ from raypod.training.data import corpus, packed_text, shards
 from raypod.training.models.decoder import Decoder, DecoderSize
 from raypod.training.tasks.registry import facts_of, schema_of, task_of
 from tests.support.fed import equal, fed
+from tests.support.refused import one_line
 
 TASK = ["--task", "language-model"]
 GIVEN = ["--text", "text", "--held-out", "0.1"]
@@ -44,8 +45,7 @@ def pack(*words: str) -> Path:
 
 def run(name: str, *words: str) -> Dict[str, Any]:
     assert train.main([*SMALL, *words, "--run-dir", name]) == 0
-    summary: Dict[str, Any] = json.loads(Path(name, "summary.json").read_text())
-    return summary
+    return json.loads(Path(name, "summary.json").read_text())
 
 
 def plan_of(instances: int, data: Dict[str, Any], task: Dict[str, Any]) -> Any:
@@ -60,7 +60,7 @@ def plan_of(instances: int, data: Dict[str, Any], task: Dict[str, Any]) -> Any:
     return make_plan(config, LOCAL, facts_of(config), "run")
 
 
-def test_the_files_are_read_with_numpy_alone() -> None:
+def test_the_files_are_read_with_numpy_alone_and_shards_of_samples_are_no_text(capsys: Any) -> None:
     folder = pack()
     pieces = corpus.find_pieces(["text"], 0.1, None)
     for name, of_split in zip(("train", "val"), pieces):
@@ -69,6 +69,13 @@ def test_the_files_are_read_with_numpy_alone() -> None:
         assert tokens.dtype == np.uint8
         assert [bytes(each) for each in np.split(tokens, starts[1:])] == [each + b"\0" for each in files]
     assert main(["pack", "--verify", str(folder)]) == 0
+    original = (folder / "index.json").read_text()
+    (folder / "index.json").write_text(json.dumps({**json.loads(original), "text": None, "classes": ["a"]}))
+    assert shards.read_index(folder).text is None
+    capsys.readouterr()
+    assert train.main([*SMALL, "--data-dir", "packed"]) == 2
+    assert "packed has no text: `raypod pack --task language-model` writes one" in capsys.readouterr().err
+    (folder / "index.json").write_text(original)
     (folder / "train" / "tokens.npy").write_bytes(bytes(10))
     assert main(["pack", "--verify", str(folder)]) == 2
 
@@ -131,8 +138,7 @@ def test_a_text_without_held_out_files_has_an_empty_test_split() -> None:
     assert main(["pack", *TASK, "--text", "text", "--held-out", "0", "packed"]) == 0
     for packing in ([], ["--pack-sequences"]):
         plan = plan_of(1, {"data_dir": "packed"}, {"pack_sequences": bool(packing)})
-        assert plan.dataset_size.test_samples == 0
-        assert len(task_of(plan.config).load().test) == 0
+        assert (plan.dataset_size.test_samples, len(task_of(plan.config).load().test)) == (0, 0)
 
 
 @torch.no_grad()
@@ -165,62 +171,43 @@ def test_a_sequence_is_predicted_as_if_it_were_alone() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["pack", *TASK, *GIVEN, "--batch-size", "2", "new"], "--batch-size has no effect on raypod pack: omit it"),
-        (["pack", *TASK, *GIVEN, "--pack-sequences", "new"], "--pack-sequences has no effect on raypod pack: omit it"),
-        (["pack", *TASK, *GIVEN, "task.size=small", "new"], "--size has no effect on raypod pack: omit it"),
-        (["pack", *TASK, *GIVEN, "--shard-size", "1MB", "new"], "--shard-size has no effect on a text, which has no"),
-        (["pack", *TASK, *GIVEN, "packed"], "packed exists; choose another folder, or remove it"),
-        (["pack", *TASK, "--text", "none", "new"], "--text none does not exist"),
         (
-            ["train", *SMALL, "--data-dir", "packed", "--text", "text"],
-            "--text has no effect on the packed text of --da",
-        ),
-        (["train", *SMALL, "--data-dir", "packed", "--held-out", "0.1"], "--held-out has no effect on the packed text"),
-        (
-            ["train", *SMALL, "--data-dir", "packed", "--shuffle-window", "2"],
-            "--shuffle-window 2 has no effect on a te",
+            "pack --task language-model --text text --held-out 0.1 --batch-size 2 new",
+            "--batch-size has no effect on raypod pack: omit it",
         ),
         (
-            ["train", *SMALL, "--data-dir", "packed", "--cache-dir", "x"],
-            "--cache-dir has no effect on the folder packed",
-        ),
-        (["train", *SMALL, "--cache-dir", "x"], "--cache-dir has no effect without --data-dir URL: omit it"),
-        (["train", *SMALL, "--data-dir", "text"], "--data-dir text has no index.json, which `raypod pack --task langu"),
-        (
-            ["train", *SMALL, "--data-dir", "file://{}", "--cache-size", "1kB"],
-            "--cache-size 0.00 MB is too small for th",
+            "pack --task language-model --text text --held-out 0.1 --pack-sequences new",
+            "--pack-sequences has no effect on raypod pack: omit it",
         ),
         (
-            ["train", "--dataset", "imagefolder", "--data-dir", "packed"],
-            "packed has a text: train with --task language-",
+            "pack --task language-model --text text --held-out 0.1 task.size=small new",
+            "--size has no effect on raypod pack: omit it",
         ),
         (
-            ["train", "--dataset", "shards", "--data-dir", "packed"],
-            "packed has a text: train with --task language-model",
+            "pack --task language-model --text text --held-out 0.1 --shard-size 1MB new",
+            "--shard-size has no effect on a text, which has no",
         ),
         (
-            ["train", *SMALL, "--pack-sequences", "--generated-windows", "9"],
-            "--pack-sequences has no effect on --gener",
+            "pack --task language-model --text text --held-out 0.1 packed",
+            "packed exists; choose another folder, or remove it",
         ),
+        ("pack --task language-model --text none new", "--text none does not exist"),
+        ("train SMALL --data-dir packed --text text", "--text has no effect on the packed text of --da"),
+        ("train SMALL --data-dir packed --held-out 0.1", "--held-out has no effect on the packed text"),
+        ("train SMALL --data-dir packed --shuffle-window 2", "--shuffle-window 2 has no effect on a te"),
+        ("train SMALL --data-dir packed --cache-dir x", "--cache-dir has no effect on the folder packed"),
+        ("train SMALL --cache-dir x", "--cache-dir has no effect without --data-dir URL: omit it"),
+        ("train SMALL --data-dir text", "--data-dir text has no index.json, which `raypod pack --task langu"),
+        ("train SMALL --data-dir file://{} --cache-size 1kB", "--cache-size 0.00 MB is too small for th"),
+        ("train --dataset imagefolder --data-dir packed", "packed has a text: train with --task language-"),
+        ("train --dataset shards --data-dir packed", "packed has a text: train with --task language-model"),
+        ("train SMALL --pack-sequences --generated-windows 9", "--pack-sequences has no effect on --gener"),
     ],
 )
-def test_what_has_no_effect_is_one_line(words: List[str], message: str, capsys: Any) -> None:
+def test_what_has_no_effect_is_one_line(words: str, message: str, capsys: Any) -> None:
     folder = pack()
-    capsys.readouterr()
-    assert main([each.replace("{}", str(folder)) for each in words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line, line
+    assert message in one_line(capsys, main, words.replace("SMALL", " ".join(SMALL)).replace("{}", str(folder)).split())
     assert not list(Path().glob("new*"))
-
-
-def test_shards_of_samples_are_no_text(capsys: Any) -> None:
-    folder = pack()
-    index = json.loads((folder / "index.json").read_text())
-    index.update(text=None, classes=["a"])
-    (folder / "index.json").write_text(json.dumps(index))
-    assert shards.read_index(folder).text is None
-    assert train.main([*SMALL, "--data-dir", "packed"]) == 2
-    assert "packed has no text: `raypod pack --task language-model` writes one" in capsys.readouterr().err
 
 
 def test_a_run_continues_with_the_kind_of_text_with_which_it_began(capsys: Any) -> None:
@@ -228,9 +215,7 @@ def test_a_run_continues_with_the_kind_of_text_with_which_it_began(capsys: Any) 
     folder = pack()
     run("packed-run", "--data-dir", "packed", "--updates", "1", "--lr-schedule", "constant")
     for name, words in (("text-run", ["--data-dir", "packed"]), ("packed-run", ["--text", "text"])):
-        capsys.readouterr()
-        assert train.main(["--resume", name, *words, "--updates", "2", "--run-dir", "more"]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        line = one_line(capsys, train.main, ["--resume", name, *words, "--updates", "2", "--run-dir", "more"])
         assert line.endswith("omit one; a run continues with the kind of text with which it began")
         assert not Path("more").exists()
     run("more", "--resume", "packed-run", "--data-dir", f"file://{folder}", "--updates", "2")

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
@@ -32,9 +33,11 @@ from raypod.training.data.order import epoch_order, packed_order
 from raypod.training.data.shard_cache import DamagedShard, ShardCache
 from raypod.training.data.shards import Shard, read_index
 from tests.support import image_folders
+from tests.support.refused import one_line
 from tests.support.shard_threads import InThread
 
 WINDOW = 3
+ONE: Any = {"training": {"batch_size": 1, "epochs": 1}, "pod": {"replicas": 1, "num_instances": 1}}
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--replicas", "2", "--batch-size", "1"]
 
 
@@ -99,6 +102,13 @@ def fed(plan: Plan, **options: Any) -> List[Any]:
     return [torch.cat(images) for images in zip(*streams)]
 
 
+def empty_cache(plan: Plan, least_bytes: int = 0) -> None:
+    """Remove the shards of more bytes."""
+    for file in (Path(plan.run_dir).parent / "cache").rglob("*"):
+        if file.is_file() and len(file.name) == 32 and file.stat().st_size > least_bytes:
+            file.unlink()
+
+
 def equal(ours: List[Any], theirs: List[Any]) -> bool:
     return len(ours) == len(theirs) and all(torch.equal(*pair) for pair in zip(ours, theirs))
 
@@ -157,15 +167,9 @@ def test_the_cache_keeps_two_windows_and_a_shard_is_downloaded_once_per_epoch(ma
 
 
 def test_a_resumed_run_reads_the_same_samples_and_only_the_shards_that_they_need(make: Any, storage: Storage) -> None:
-    plan = make(
-        data=data_at(storage.url, shuffle_window=1, cache_size="1MB"),
-        training={"batch_size": 1, "epochs": 1},
-        pod={"replicas": 1, "num_instances": 1},
-    )
+    plan = make(data=data_at(storage.url, shuffle_window=1, cache_size="1MB"), **ONE)
     whole = fed(plan)
-    for file in (Path(plan.run_dir).parent / "cache").rglob("*"):
-        if file.is_file():
-            file.unlink()
+    empty_cache(plan)
     storage.reads.clear()
     feed, (segment,) = feed_of(plan), plan.segments()
     rest = dataclasses.replace(segment, first_update=9, num_updates=segment.num_updates - 9)
@@ -176,13 +180,22 @@ def test_a_resumed_run_reads_the_same_samples_and_only_the_shards_that_they_need
     assert sorted(set(storage.shards_read)) == sorted({f"train/{shard_of[each]:05d}.tar" for each in order[9:]})
 
 
-def test_the_test_split_is_streamed(make: Any, storage: Storage) -> None:
+def test_the_test_split_and_single_samples_are_streamed_without_shards_of_the_training(
+    make: Any, storage: Storage
+) -> None:
     plan = make(data=data_at(storage.url), training={"batch_size": 1}, pod={"num_instances": 1})
     feed = feed_of(plan)
     labels = torch.cat([batch[1][:valid] for batch, valid in feed.evaluation_calls()])
     feed.close()
-    assert labels.tolist() == [0, 1]
+    assert (labels.tolist(), storage.shards_read) == ([0, 1], [])
+    places = (storage.url, storage.folder)
+    ours, local = (datasets.load(from_values({"data": data_at(place)})).train.files for place in places)
+    assert [ours.read(index) for index in range(12)] == [local.read(index) for index in range(12)]
     assert storage.shards_read == []
+    ours._process += 1  # a loader, which does not use the storage
+    with pytest.raises(OSError, match="its shard was removed from the cache"):
+        ours.read(0)
+    assert f"({storage.url}/train/0000" in ours.name(0)
 
 
 def test_the_process_that_downloads_begins_with_the_feed_unless_all_shards_are_here(
@@ -204,23 +217,20 @@ def test_the_process_that_downloads_imports_no_configuration(run_python: Callabl
 
 
 def test_an_outage_is_waited_for_and_one_that_lasts_ends_the_run(make: Any, storage: Storage) -> None:
-    sizes: Any = {"training": {"batch_size": 1, "epochs": 1}, "pod": {"replicas": 1, "num_instances": 1}}
     pauses: List[float] = []
 
     def refuse(name: str) -> None:
         if name.startswith("train/") and len(pauses) < 3:
             raise ConnectionRefusedError(111, "Connection refused")
 
-    expected = fed(make(data=data_at(storage.folder), **sizes))
-    plan = make(data=data_at(storage.url), **sizes)
+    expected = fed(make(data=data_at(storage.folder), **ONE))
+    plan = make(data=data_at(storage.url), **ONE)
     storage.fault = refuse
     with pytest.warns(RuntimeWarning, match=r"are read again .*: file://\S+/train/\d+.tar: .*Connection refused"):
         assert equal(fed(plan, pause=pauses.append), expected)
-    for file in (Path(plan.run_dir).parent / "cache").rglob("*"):
-        if file.is_file() and len(file.name) == 32:
-            file.unlink()
+    empty_cache(plan)
     pauses.clear()
-    plan = make(data=data_at(storage.url), run={"read_retry_s": 0}, **sizes)
+    plan = make(data=data_at(storage.url), run={"read_retry_s": 0}, **ONE)
     with pytest.raises(DataUnreadable, match=r"cannot read samples for 0 s .*\.tar: .*Connection refused"):
         fed(plan, pause=lambda seconds: None)
 
@@ -228,22 +238,19 @@ def test_an_outage_is_waited_for_and_one_that_lasts_ends_the_run(make: Any, stor
 def test_a_slow_storage_is_waited_for_and_a_silent_one_is_an_outage(
     make: Any, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: Any = {"training": {"batch_size": 1, "epochs": 1}, "pod": {"replicas": 1, "num_instances": 1}}
-    expected = fed(make(data=data_at(storage.folder), **sizes))
+    expected = fed(make(data=data_at(storage.folder), **ONE))
     arrives = threading.Event()
     storage.fault = lambda name: arrives.wait(60) if name.startswith("train/") else None
     monkeypatch.setattr(shard_stream, "_WAIT_S", 0.0)
-    plan = make(data=data_at(storage.url), **sizes)
+    plan = make(data=data_at(storage.url), **ONE)
     with pytest.warns(RuntimeWarning, match=r"waits for shards of file://\S+, which arrive more slowly than they are"):
         assert equal(fed(plan, pause=lambda seconds: arrives.set()), expected)
     arrives.clear()
-    for file in (Path(plan.run_dir).parent / "cache").rglob("*"):
-        if file.is_file() and len(file.name) == 32 and file.stat().st_size > 5000:
-            file.unlink()
+    empty_cache(plan, 5000)
     monkeypatch.setattr(shard_stream, "_STALL_S", -1.0)
     end = InThread.end
     monkeypatch.setattr(InThread, "end", lambda self: (arrives.set(), end(self)))
-    plan = make(data=data_at(storage.url), run={"read_retry_s": 0}, **sizes)
+    plan = make(data=data_at(storage.url), run={"read_retry_s": 0}, **ONE)
     with pytest.raises(DataUnreadable, match=r"no byte of file://\S+/train/\d+.tar has arrived for"):
         fed(plan)
 
@@ -264,10 +271,7 @@ def test_an_interrupted_feed_waits_for_no_shard_and_can_evaluate(make: Any, stor
     feed.close()
 
 
-def test_a_damaged_shard_is_downloaded_again_and_then_named(
-    make: Any, storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: Any = {"training": {"batch_size": 1, "epochs": 1}, "pod": {"replicas": 1, "num_instances": 1}}
+def test_a_damaged_shard_is_downloaded_again_and_then_named(make: Any, storage: Storage, monkeypatch: Any) -> None:
     download, damages = Store.download, [1]
 
     def damaging(store: Store, name: str, target: Path, most_bytes: int) -> None:
@@ -277,8 +281,8 @@ def test_a_damaged_shard_is_downloaded_again_and_then_named(
             target.write_bytes(b"damaged")
 
     monkeypatch.setattr(Store, "download", damaging)
-    expected = fed(make(data=data_at(storage.folder), **sizes))
-    plan = make(data=data_at(storage.url), **sizes)
+    expected = fed(make(data=data_at(storage.folder), **ONE))
+    plan = make(data=data_at(storage.url), **ONE)
     assert equal(fed(plan), expected)
     assert max(collections.Counter(storage.shards_read).values()) == 2
     feed = feed_of(plan)
@@ -286,16 +290,14 @@ def test_a_damaged_shard_is_downloaded_again_and_then_named(
     cached = feed._source.train.files._downloads.cache.path(read_index(storage.folder).train.shards[0])
     cached.unlink()
     damages += [1, 1]
-    with pytest.raises(
-        ConfigError, match=r"the shard file://\S+/train/00000.tar: its checksum is \w+, expected \w+, al"
-    ):
+    words = r"the shard file://\S+/train/00000.tar: its checksum is \w+, expected \w+, al"
+    with pytest.raises(ConfigError, match=words):
         fed(plan)
     assert not cached.exists()
 
 
 def test_what_a_disk_has_changed_is_downloaded_again(make: Any, storage: Storage) -> None:
-    sizes: Any = {"training": {"batch_size": 1, "epochs": 1}, "pod": {"replicas": 1, "num_instances": 1}}
-    plan = make(data=data_at(storage.url), **sizes)
+    plan = make(data=data_at(storage.url), **ONE)
     expected = fed(plan)
     files = datasets.load(plan.config).train.files
     path = Path(files._paths[0])
@@ -304,17 +306,6 @@ def test_what_a_disk_has_changed_is_downloaded_again(make: Any, storage: Storage
     with pytest.warns(RuntimeWarning, match="its bytes in the shard have changed since it was packed, by this disk"):
         assert equal(fed(plan), expected)
     assert storage.shards_read == ["train/00000.tar"]
-
-
-def test_a_single_sample_is_read_without_its_shard(storage: Storage) -> None:
-    places = (storage.url, storage.folder)
-    ours, local = (datasets.load(from_values({"data": data_at(place)})).train.files for place in places)
-    assert [ours.read(index) for index in range(12)] == [local.read(index) for index in range(12)]
-    assert storage.shards_read == []
-    ours._process += 1  # a loader, which does not use the storage
-    with pytest.raises(OSError, match="its shard was removed from the cache"):
-        ours.read(0)
-    assert f"({storage.url}/train/0000" in ours.name(0)
 
 
 def test_a_shard_gets_its_name_while_nobody_counts_the_files(
@@ -330,8 +321,7 @@ def test_a_shard_gets_its_name_while_nobody_counts_the_files(
 
     monkeypatch.setattr(Path, "rename", checked)
     cache = ShardCache(tmp_path / "shards", shard.bytes)
-    assert cache.fetch(Store(storage.url), shard) == shard.bytes
-    assert (cache.has(shard), len(renamed)) == (True, 1)
+    assert (cache.fetch(Store(storage.url), shard), cache.has(shard), len(renamed)) == (shard.bytes, True, 1)
 
 
 def test_processes_of_a_host_download_a_shard_once_and_remove_what_was_needed_longest_ago(
@@ -339,17 +329,11 @@ def test_processes_of_a_host_download_a_shard_once_and_remove_what_was_needed_lo
 ) -> None:
     one, two, three, four = read_index(storage.folder).train.shards[:4]
     cache = ShardCache(tmp_path / "shards", one.bytes + two.bytes + max(three.bytes, four.bytes))
-    fetched: List[int] = []
     (cache.folder / "train").mkdir(parents=True)  # what is not of the cache stays
     for name in ("index.json", "mine.partial"):
         (cache.folder / name).write_bytes(bytes(one.bytes))
-    threads = [
-        threading.Thread(target=lambda: fetched.append(cache.fetch(Store(storage.url), one, ()))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        fetched = list(pool.map(lambda _: cache.fetch(Store(storage.url), one, ()), range(4)))
     assert sorted(fetched) == [0, 0, 0, one.bytes]
     for age, shard in ((10, two), (20, three)):
         cache.fetch(Store(storage.url), shard)
@@ -364,9 +348,7 @@ def test_processes_of_a_host_download_a_shard_once_and_remove_what_was_needed_lo
         cache.fetch(Store(storage.url), Shard(file=one.file, bytes=one.bytes, xxh3_128="0" * 32))
 
 
-def test_a_cache_into_which_others_can_write_is_refused(
-    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_into_which_others_can_write_is_refused(storage: Storage, tmp_path: Path, monkeypatch: Any) -> None:
     """Otherwise they link its files to those of this user."""
     folder = tmp_path / "cache" / "raypod" / "shards"
     before = os.umask(0)
@@ -385,9 +367,7 @@ def test_a_cache_into_which_others_can_write_is_refused(
         datasets.dataset_size(from_values({"data": data_at(storage.url)}))
 
 
-def test_a_run_is_that_of_a_local_copy_and_its_ledger_proves_it(
-    storage: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_that_of_a_local_copy_and_its_ledger_proves_it(storage: Storage, tmp_path: Path, capsys: Any) -> None:
     def run(name: str, *words: str) -> Tuple[str, Path]:
         flags = [*FLAGS, "--dataset", "imagefolder", "--image-size", "16", "--run-dir", str(tmp_path / name), *words]
         assert train.main(flags) == 0
@@ -410,9 +390,7 @@ def test_a_run_is_that_of_a_local_copy_and_its_ledger_proves_it(
     assert main(["evaluate", str(streamed), "--data-dir", str(storage.folder.parent)]) == 0  # images without shards
 
 
-def test_the_plan_names_the_window_and_the_cache(
-    storage: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_names_the_window_and_the_cache(storage: Storage, tmp_path: Path, capsys: Any) -> None:
     flags = [*FLAGS, "--dataset", "imagefolder", "--data-dir", storage.url, "--dry-run"]
     assert train.main([*flags, "--shuffle-window", "2"]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -433,10 +411,7 @@ def test_the_plan_names_the_window_and_the_cache(
         (["--data-dir", "s3://key:secret@bucket/x"], "--data-dir s3://...: a URL holds no credentials"),
         (["--data-dir", "{images}", "--shuffle-window", "2"], "--shuffle-window 2: .* has no shards; omit it, or pack"),
         (["--data-dir", "{packed}", "--cache-size", "many"], "cache.size.* expected a size such as 256MB or 1GB"),
-        (
-            ["--dataset", "digits", "--cache-size", "2GB"],
-            "--cache-size 2GB has no effect without --dataset imagefolder",
-        ),
+        (["--dataset", "digits", "--cache-size", "2GB"], "--cache-size 2GB has no effect without --dataset imagef"),
         (["--dataset", "digits", "--samples", "9"], "--samples 9 has no effect without --dataset synthetic: omit it"),
         (["--dataset", "digits", "--classes", "9"], "--classes 9 has no effect without --dataset synthetic or module"),
         (["--dataset", "digits", "--shuffle-window", "2"], "--shuffle-window 2 has no effect without --dataset imagef"),
@@ -445,14 +420,10 @@ def test_the_plan_names_the_window_and_the_cache(
 def test_wrong_settings_are_one_line(storage: Storage, words: Any, message: str, capsys: Any) -> None:
     places = {"none": storage.folder / "none", "images": storage.folder.parent, "packed": storage.folder}
     flags = [*FLAGS, "--dry-run", "--dataset", "imagefolder", *(word.format(**places) for word in words)]
-    assert train.main(flags) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(message, line)
+    assert re.search(message, one_line(capsys, train.main, flags))
 
 
-def test_the_process_downloads_and_ends(
-    make: Any, storage: Storage, processes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_downloads_and_ends(make: Any, storage: Storage, processes: Any, monkeypatch: Any) -> None:
     monkeypatch.undo()
     data = data_at(storage.url, cache_dir=str(Path(make().run_dir).parent / "cache"), num_workers=1)
     sizes: Any = {"training": {"batch_size": 2, "epochs": 1}, "pod": {"replicas": 2, "num_instances": 1}}

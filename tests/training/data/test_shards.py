@@ -23,6 +23,7 @@ from raypod.training.data import packing, shards
 from raypod.training.data.loading import SeededSamples
 from tests.support import image_folders
 from tests.support.image_folders import config
+from tests.support.refused import one_line, refused
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,9 @@ def test_the_shards_are_those_of_webdataset(folder: Path, packed: Path) -> None:
     assert len(list((packed / "train").iterdir())) > 1
 
 
-def test_packing_again_after_a_killed_process(folder: Path, packed: Path, tmp_path: Path) -> None:
+def test_packing_again_after_a_killed_process_and_another_process_opens_the_shards_again(
+    folder: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert bytes_in(pack(folder, packed.with_name("again"))) == bytes_in(packed)
     left = tmp_path / "new.partial"
     (left / "train").mkdir(parents=True)
@@ -89,9 +92,6 @@ def test_packing_again_after_a_killed_process(folder: Path, packed: Path, tmp_pa
         load(left)
     assert bytes_in(pack(folder, tmp_path / "new")) == bytes_in(packed)
     assert not left.exists()
-
-
-def test_another_process_opens_the_shards_again(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "_MAX_OPEN", 1)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - a count
     files = load(packed).train.files
@@ -102,12 +102,17 @@ def test_another_process_opens_the_shards_again(packed: Path, monkeypatch: pytes
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
-def test_the_test_split_may_be_missing(folder: Path, tmp_path: Path) -> None:
+def test_the_test_split_may_be_missing_and_sizes_are_parsed(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(str(folder / "train"), str(tmp_path / "images" / "train"))
     found = packing.pack(tmp_path / "images", tmp_path / "packed", 10**9, lambda written, total: None)
     assert (found.train, found.test, found.shards) == (12, 0, 1)
     assert datasets.dataset_size(config(tmp_path / "packed")) == DatasetSize(12, 0)
     assert len(load(tmp_path / "packed").test) == 0
+    for text, size in {"256MB": 256_000_000, "1gb": 10**9, "64 kB": 64_000, "2TB": 2 * 10**12}.items():
+        assert parse_size(text) == size
+    for text in ("0MB", "-1GB", "1.5GB", "GB", "256"):
+        with pytest.raises(ValueError, match="such as 256MB"):
+            parse_size(text)
 
 
 def cut(file: Path) -> None:
@@ -148,9 +153,7 @@ def zero(file: Path) -> None:
 )
 def test_a_damaged_folder_is_an_error(packed: Path, file: str, damage: Any, words: str) -> None:
     damage(packed / file)
-    with pytest.raises(ConfigError, match=words) as caught:
-        load(packed)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in refused(words, load, packed)
     assert main(["pack", "--verify", str(packed)]) == 2
 
 
@@ -182,20 +185,19 @@ def test_an_interrupted_packing_leaves_nothing(folder: Path, tmp_path: Path, err
         assert "No space left on device" in str(caught.value)
 
 
-def test_two_processes_do_not_pack_into_one_folder(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_two_processes_do_not_pack_into_one_folder_and_an_empty_image_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(packing, "_LOCK_TIMEOUT_S", 0.1)
     (tmp_path / "new.partial").mkdir()
     with file_lock(tmp_path / "new.partial" / "lock", 1, ""), pytest.raises(ConfigError, match="another process is p"):
         pack(folder, tmp_path / "new")
     assert (tmp_path / "new.partial" / "lock").exists()
-
-
-def test_an_empty_image_is_named(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(str(folder), str(tmp_path / "images"))
     (tmp_path / "images" / "train" / "dog" / "f.jpeg").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"dog/f.jpeg is empty"):
-        pack(tmp_path / "images", tmp_path / "new")
-    assert not (tmp_path / "new.partial").exists()
+        pack(tmp_path / "images", tmp_path / "other")
+    assert not (tmp_path / "other.partial").exists()
 
 
 @pytest.mark.parametrize(
@@ -215,15 +217,6 @@ def test_an_empty_image_is_named(folder: Path, tmp_path: Path) -> None:
 def test_wrong_input_is_one_line(folder: Path, packed: Path, words: Any, message: str, capsys: Any) -> None:
     before = sorted(packed.parent.rglob("*"))
     places = {"folder": folder, "packed": packed, "new": packed.with_name("new")}
-    assert main(["pack", *(word.format(**places) for word in words)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = one_line(capsys, main, ["pack", *(word.format(**places) for word in words)])
     assert re.match(f"raypod: error: .*{message}", line)
     assert sorted(packed.parent.rglob("*")) == before
-
-
-def test_sizes() -> None:
-    for text, size in {"256MB": 256_000_000, "1gb": 10**9, "64 kB": 64_000, "2TB": 2 * 10**12}.items():
-        assert parse_size(text) == size
-    for text in ("0MB", "-1GB", "1.5GB", "GB", "256"):
-        with pytest.raises(ValueError, match="such as 256MB"):
-            parse_size(text)

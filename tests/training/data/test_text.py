@@ -1,5 +1,8 @@
+"""Texts, their windows and splits, and examples with labels."""
+
 from __future__ import annotations
 
+import json
 import sys
 import sysconfig
 from pathlib import Path
@@ -9,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from raypod.errors import ConfigError, DataMissing
+from raypod.errors import DataMissing
 from raypod.training.data import corpus
 from raypod.training.data.arrays import fingerprint_of_bytes, fingerprint_of_values
 from raypod.training.data.corpus import Piece, Text
+from raypod.training.data.labelled_text import SEQUENCES, TOKENS, read_examples, texts_in
 from raypod.training.data.text import PackedWindows, SequenceSource, TextSource, Windows
+from tests.support.refused import refused
 
 
 def files(folder: Path, sizes: Sequence[int]) -> List[str]:
@@ -38,15 +43,16 @@ def test_window_i_predicts_the_tokens_after_i_times_the_length() -> None:
     assert len(windows) == 6  # 30 predicted tokens of the 31 that have one before them
     assert tokens.tolist() == [list(range(10, 16)), list(range(6))]
     assert tokens.dtype == num_bytes.dtype == torch.int32
-    assert num_bytes.tolist() == [5, 5]
-    assert len(Windows(text(np.zeros(31, np.uint8)), 5)) == 6
+    assert (num_bytes.tolist(), len(Windows(text(np.zeros(31, np.uint8)), 5))) == ([5, 5], 6)
     assert len(Windows(text(np.zeros(30, np.uint8)), 5)) == 5
     assert len(Windows(text(np.zeros(0, np.uint8)), 5)) == 0
     sized = text(np.zeros(7, np.int32), np.array([3, 1, 0, 5, 1, 1, 9]))
     assert Windows(sized, 2).num_bytes(np.arange(3)).tolist() == [1, 6, 10]
+    windows = Windows(text(np.zeros(9, np.uint8)), 4)
+    refused("the text on this host has 2 windows", TextSource(windows, windows).gather, windows, np.array([2]), None)
 
 
-def test_the_fingerprint_covers_both_splits_and_the_length_of_the_windows() -> None:
+def test_the_fingerprint_of_a_text_is_that_of_earlier_versions_and_covers_both_splits_and_the_length() -> None:
     def fingerprint(train: int, test: int, length: int, size: Optional[int] = None) -> str:
         sizes = None if size is None else np.full(9, size)
         texts = [text(np.full(9, fill, np.uint8), sizes) for fill in (train, test)]
@@ -54,15 +60,6 @@ def test_the_fingerprint_covers_both_splits_and_the_length_of_the_windows() -> N
 
     cases = [(0, 0, 3), (1, 0, 3), (0, 1, 3), (0, 0, 4), (0, 0, 3, 1)]
     assert len({fingerprint(*case) for case in cases}) == len({fingerprint(*case) for case in 2 * cases}) == 5
-
-
-def test_a_host_with_less_text_than_the_plan_is_an_error() -> None:
-    windows = Windows(text(np.zeros(9, np.uint8)), 4)
-    with pytest.raises(ConfigError, match="the text on this host has 2 windows"):
-        TextSource(windows, windows).gather(windows, np.array([2]), None)
-
-
-def test_the_fingerprint_of_a_text_is_that_of_earlier_versions() -> None:
     texts = [Text(np.arange(9, dtype=np.int32), np.arange(9), np.zeros(1, np.int64)) for _ in range(2)]
     arrays = [array for each in texts for array in (each.tokens, np.cumsum(each.sizes))]
     expected = fingerprint_of_values(3, fingerprint_of_bytes(*arrays))
@@ -71,12 +68,10 @@ def test_the_fingerprint_of_a_text_is_that_of_earlier_versions() -> None:
     assert TextSource(*(Windows(each, 3) for each in smaller)).fingerprint == expected
 
 
-def test_files_are_packed_into_the_fullest_windows_that_have_room() -> None:
+def test_files_are_packed_into_the_fullest_windows_which_predict_within_each() -> None:
     found = corpus.pack_sequences([6, 13, 1, 4, 3, 10, 0, 3], 10)  # 5, 10 + 2, none, 3, 2, 9, none and 2 predictions
-    assert found.sizes.tolist() == [5, 10, 2, 3, 2, 9, 2]
-    assert found.first.tolist() == [0, 6, 16, 20, 24, 27, 37]
-    assert found.windows.tolist() == [0, 1, 0, 0, 2, 3, 2]
-    assert found.num_windows == 4
+    assert (found.sizes.tolist(), found.first.tolist()) == ([5, 10, 2, 3, 2, 9, 2], [0, 6, 16, 20, 24, 27, 37])
+    assert (found.windows.tolist(), found.num_windows) == ([0, 1, 0, 0, 2, 3, 2], 4)
     generator = np.random.default_rng(0)
     counts = generator.integers(0, 70, 500).tolist()
     many = corpus.pack_sequences(counts, 32)
@@ -85,13 +80,9 @@ def test_files_are_packed_into_the_fullest_windows_that_have_room() -> None:
     assert used.sum() == sum(max(0, each - 1) for each in counts)
     assert len(used) < 1.02 * used.sum() / 32
     assert corpus.pack_sequences([], 8).num_windows == 0
-
-
-def test_a_window_of_several_files_predicts_within_each() -> None:
     starts = np.array([0, 4, 7])
-    packed = PackedWindows(
-        Text(np.arange(1, 13, dtype=np.int32), np.arange(1, 13), starts), 7
-    )  # 3, 2 and 4 predictions
+    # 3, 2 and 4 predictions
+    packed = PackedWindows(Text(np.arange(1, 13, dtype=np.int32), np.arange(1, 13), starts), 7)
     tokens, labels, segments, places, num_bytes = SequenceSource(packed, packed).gather(packed, np.array([1, 0]), None)
     assert tokens.tolist() == [[8, 9, 10, 11, 0, 0, 0], [1, 2, 3, 5, 6, 0, 0]]
     assert labels.tolist() == [[9, 10, 11, 12, -100, -100, -100], [2, 3, 4, 6, 7, -100, -100]]
@@ -107,8 +98,7 @@ def test_whole_files_are_held_out_up_to_the_fraction_or_the_end_of_few(tmp_path:
     assert not {each.path for each in train} & {each.path for each in test}
     assert corpus.find_pieces(text, 0.0, None).test == []
     train, test = corpus.find_pieces(files(tmp_path / "few", [1000, 200]), 0.1, None)
-    assert sorted(each.start for each in test) == [180, 900]
-    assert total(test) == 120
+    assert (sorted(each.start for each in test), total(test)) == ([180, 900], 120)
     assert [(each.path, each.stop) for each in train] == [(each.path, each.start) for each in test]
     single = corpus.find_pieces([str(tmp_path / "few" / "0.txt")], 0.25, None)
     assert (total(single.train), total(single.test)) == (750, 250)
@@ -158,8 +148,7 @@ def test_pieces_are_counted_without_reading_them(tmp_path: Path) -> None:
     assert found.starts.tolist() in ([0, 6], [0, 8])
     pieces[0].path.write_bytes(b"")
     assert sum(corpus.tokens_of_pieces(pieces, None)) == 14
-    with pytest.raises(ConfigError, match="has become shorter"):
-        corpus.encode(pieces, None)
+    refused("has become shorter", corpus.encode, pieces, None)
 
 
 def test_the_default_text_is_a_bounded_part_of_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,13 +164,64 @@ def test_the_default_text_is_a_bounded_part_of_the_standard_library(monkeypatch:
     assert total(corpus.find_pieces(None, 0.05, 0.3).train) < 0.3e6
 
 
-def test_the_character_offsets_of_a_text_become_bytes() -> None:
+def test_character_offsets_become_bytes_and_a_tokenizer_without_its_package_names_the_extra(monkeypatch: Any) -> None:
     text = "aé€😀b"
     found = corpus._bytes_before(text)
     assert found.tolist() == [len(text[:end].encode()) for end in range(len(text) + 1)]
-
-
-def test_a_tokenizer_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match="pip install 'raypod\\[tokenizers\\]'"):
-        corpus.Tokenizer("tokenizer.json")
+    refused("pip install 'raypod\\[tokenizers\\]'", corpus.Tokenizer, "tokenizer.json")
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_json_lines_and_csv_have_the_same_examples_and_a_part_is_held_out(tmp_path: Path) -> None:
+    rows = [("a\u2028b, c", "yes"), ("d", "no"), ("e\x85f", "yes")]
+    lines = [json.dumps({"text": text, "label": label}, ensure_ascii=False) for text, label in rows]
+    as_json = write(tmp_path / "a.jsonl", "\r\n".join([*lines, ""]))
+    as_csv = write(tmp_path / "a.csv", "label,text\n" + "".join(f'{label},"{text}"\n' for text, label in rows))
+    found = read_examples(SEQUENCES, [as_json], [as_csv], 0.0)
+    assert (found.train, found.test, found.names) == (rows, rows, ("no", "yes"))
+    file = write(tmp_path / "a.csv", "tokens,tags\n" + "".join(f"word {number},B O\n" for number in range(10)))
+    found = read_examples(TOKENS, [file], None, 0.3, known=("O", "B", "I"))
+    assert (len(found.train), len(found.test), found.names) == (7, 3, ("O", "B", "I"))
+    assert sorted(words[1] for words, _ in [*found.train, *found.test]) == [str(number) for number in range(10)]
+    assert found == read_examples(TOKENS, [file], None, 0.3, known=("O", "B", "I"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", r"--test-examples \S+ has no examples"),
+        ("[" * 2000 + "]" * 2000, r"b.jsonl, line 1 is not JSON"),
+        ("{", r"b.jsonl, line 1 is not JSON"),
+        ("[1]", r"b.jsonl, line 1 is no JSON object"),
+        ('\n{"text": "a"}', r"b.jsonl, line 2 has no label; it has text"),
+        ('{"text": "a", "label": 0.5}', r"text must be a string, and label a string or a whole number"),
+        ('{"text": "a", "label": "other"}', r"test example 0 has the label 'other', which no training one has"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, words: str) -> None:
+    good = write(tmp_path / "a.jsonl", '{"text": "a", "label": "yes"}\n')
+    assert "\n" not in refused(words, read_examples, SEQUENCES, [good], [write(tmp_path / "b.jsonl", text)], 0.0)
+
+
+@pytest.mark.parametrize(("files", "flag"), [((["no.jsonl"], None), "--examples"), ((None, ["no.csv"]), "--test-exam")])
+def test_a_missing_file_is_named_with_its_flag(tmp_path: Path, files: Any, flag: str) -> None:
+    good = [write(tmp_path / "a.jsonl", '{"text": "a", "label": "yes"}\n')]
+    with pytest.raises(DataMissing, match=f"^{flag}"):
+        read_examples(SEQUENCES, files[0] or good, files[1], 0.0)
+
+
+def test_texts_alone_are_lines_or_a_column_and_a_file_without_some_is_named(tmp_path: Path) -> None:
+    lines, table = write(tmp_path / "a.txt", "one\n\ntwo\n"), write(tmp_path / "a.csv", "id,text\n1,three\n")
+    assert list(texts_in(SEQUENCES, [lines, table])) == ["one", "two", "three"]
+    for name, text, words in (
+        ("a.txt", "\n \n", "a.txt has no texts"),
+        ("a.jsonl", "", "a.jsonl has no texts"),
+        ("a.jsonl", '{"label": 1}', "a.jsonl, line 1 has no text; it has label"),
+        ("a.pdf", "", "a.pdf: files end with .txt"),
+    ):
+        refused(words, list, texts_in(SEQUENCES, [write(tmp_path / name, text)]))

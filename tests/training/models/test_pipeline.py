@@ -1,4 +1,4 @@
-"""Pipeline splits: how they are found, that they do not change the weights, the pipeline table and the memory bars."""
+"""Pipeline splits: how they are found, that they do not change the weights, schedules, tables and the memory bars."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import poptorch
 import pytest
@@ -29,7 +29,9 @@ from raypod.training.models import pipeline, program
 from raypod.training.models.memory_balance import render_memory, splits_by_memory
 from raypod.training.models.pipeline import Unit
 from raypod.training.models.pipeline_table import Pipeline, describe_pipeline, inspect_pipeline, render_pipeline
+from raypod.training.models.schedule import StageCost, compare_strategies, phased, pipelined, sharded
 from raypod.training.tasks.registry import facts_of, task_of
+from tests.support.refused import refused
 from tests.support.saved_runs import weights_of
 
 LARGE_DATA = """
@@ -41,6 +43,7 @@ class Data:
 def data(folder):
     return Data(230_000), Data(4_375), 2  # 60 MB
 """
+LETTERS = {("forward",): "f", ("backward",): "b", ("backward", "forward"): "x", ("idle",): ".", ("update",): "u"}
 
 
 def config(model: str, ipus: int, **training: object) -> Config:
@@ -82,9 +85,7 @@ def estimated(ipu: str) -> Any:
         ({"available_memory_proportion": [0.1]}, "activations", (1, 1)),
     ],
 )
-def test_an_option_changes_the_estimate_in_its_direction(
-    ipu: Dict[str, Any], part: str, share: Tuple[float, float]
-) -> None:
+def test_an_option_changes_the_estimate_in_its_direction(ipu: Any, part: str, share: Tuple[float, float]) -> None:
     before, after = estimated("{}"), estimated(json.dumps(ipu))
     assert share[0] <= getattr(after, part) / getattr(before, part) <= share[1]
     others = [name for name in ("weights", "gradients", "optimizer", "activations", "code") if name != part]
@@ -109,8 +110,7 @@ def test_the_copies_of_weights_in_half_precision_are_counted_once_for_all_micro_
 def test_balanced_splits_minimize_the_cost_of_the_most_expensive_stage(costs: List[int], stages: int) -> None:
     units = [Unit(str(index), float(cost)) for index, cost in enumerate(costs)]
     if len(units) < stages:
-        with pytest.raises(ConfigError, match=f"the model has only {len(units)} modules"):
-            pipeline.balanced_splits(units, stages)
+        refused(f"the model has only {len(units)} modules", pipeline.balanced_splits, units, stages)
         return
 
     def weigh(cuts: Tuple[int, ...]) -> Tuple[int, int]:
@@ -122,14 +122,17 @@ def test_balanced_splits_minimize_the_cost_of_the_most_expensive_stage(costs: Li
     assert weigh(cuts) == min(map(weigh, itertools.combinations(range(1, len(costs)), stages - 1)))
 
 
-def test_residual_blocks_and_transformer_layers_are_the_units() -> None:
-    # 14,575,168 parameters on IPU 0 and 8,945,674 on IPU 1; splitting one block earlier: 8,536,128 and 14,984,714.
+def test_units_are_blocks_and_layers_and_their_order_needs_no_values_unless_the_model_reads_them() -> None:
     assert find_splits(config("resnet50", 2)) == ("layer4.1",)
     assert find_splits(config("resnet8", 4)) == ("features.4", "features.5", "head")
     assert find_splits(config("vit_tiny", 2)) == ("encoder.layers.encoder_layer_3",)
     own = f"{__name__}:build"
     assert find_splits(config(own, 2)) is None
     assert find_splits(config(own, 2, pipeline_balance="parameters")) == ("last",)
+    for reads, devices in ((False, []), (True, ["cpu"])):
+        network = nn.Sequential(nn.Linear(2, 2), Reader(reads))
+        called = pipeline.called_units(network, pipeline.Inputs((torch.ones(2, 2),)))
+        assert ([name for name, _ in called], network[1].devices) == (["0", "1"], devices)
 
 
 class Reader(nn.Module):
@@ -145,14 +148,6 @@ class Reader(nn.Module):
         return images * self.scale * (images[0, 0].item() if self.reads else 1.0)
 
 
-@pytest.mark.parametrize(("reads", "devices"), [(False, []), (True, ["cpu"])])
-def test_the_order_of_calls_needs_no_values_unless_the_model_reads_them(reads: bool, devices: List[str]) -> None:
-    network = nn.Sequential(nn.Linear(2, 2), Reader(reads))
-    called = pipeline.called_units(network, pipeline.Inputs((torch.ones(2, 2),)))
-    assert [name for name, _ in called] == ["0", "1"]
-    assert network[1].devices == devices
-
-
 def fullest(plan: Plan) -> int:
     return max(each.total for each in inspect(plan).memory)
 
@@ -165,19 +160,21 @@ def test_splits_by_memory_need_less_memory_of_the_fullest_ipu(make: Any, executi
         return make(training={**training, **more}, pod={"ipus_per_replica": 2}, ipu={"recomputation": "none"})
 
     found = splits_by_memory(planned(pipeline_balance="memory"), task_of(planned().config))
-    others = [
-        planned(pipeline_splits=name) for name in ("features.1", "features.3", "features.4", "features.5", "head")
-    ]
+    others = (planned(pipeline_splits=name) for name in (*(f"features.{number}" for number in (1, 3, 4, 5)), "head"))
     assert fullest(planned(pipeline_splits=",".join(found))) <= min(map(fullest, others))
 
 
-def test_splits_by_memory_return_to_shared_weights() -> None:
+def test_splits_by_memory_return_to_shared_weights_and_those_by_time_differ() -> None:
     own = {"model": f"{__name__}:build_shared", "pipeline_balance": "memory", "gradient_accumulation": 5}
     data = {"dataset": "synthetic", "image": "1x8x8", "classes": 64}
     sections = {"data": data, "training": own, "pod": {"ipus_per_replica": 2}}
     (first, last) = planning.plan_from(sections, "").pipeline_splits
     assert first.startswith("layers.")
     assert last == "last=0"
+    network, inputs = Uneven(), pipeline.Inputs((torch.zeros(2, 3, 64, 64),))
+    assert pipeline.balanced_splits(pipeline.units_by_parameters(network, inputs), 2) == ("last",)
+    assert pipeline.balanced_splits(pipeline.units_by_time(network, inputs), 2) in (("busier",), ("lazy",))
+    assert all(parameter.grad is None for parameter in network.parameters())
 
 
 class Uneven(nn.Module):
@@ -192,25 +189,7 @@ class Uneven(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.busier(self.busy(images)).mean(dim=(2, 3))
-        logits: torch.Tensor = self.last(self.lazy(hidden))
-        return logits
-
-
-def test_splits_by_time_differ_from_splits_by_parameters() -> None:
-    network, inputs = Uneven(), pipeline.Inputs((torch.zeros(2, 3, 64, 64),))
-    assert pipeline.balanced_splits(pipeline.units_by_parameters(network, inputs), 2) == ("last",)
-    assert pipeline.balanced_splits(pipeline.units_by_time(network, inputs), 2) in (("busier",), ("lazy",))
-    assert all(parameter.grad is None for parameter in network.parameters())
-
-
-@pytest.mark.parametrize(
-    ("splits", "words"),
-    [("features.33", "no module 'features.33'; similar: features.3"), ("features.3,features.3", "twice")],
-)
-def test_an_unknown_split_is_an_error_with_similar_names(splits: str, words: str) -> None:
-    ipus = splits.count(",") + 2
-    with pytest.raises(ConfigError, match=words):
-        find_splits(config("resnet8", ipus, pipeline_splits=splits))
+        return self.last(self.lazy(hidden))
 
 
 def build(channels: int, classes: int) -> nn.Module:
@@ -231,15 +210,14 @@ class Shared(nn.Module):
         hidden = self.first(images.flatten(1))
         for layer in self.layers:
             hidden = layer(hidden)
-        logits: torch.Tensor = self.last(hidden)
-        return logits
+        return self.last(hidden)
 
 
 def build_shared(channels: int, classes: int) -> nn.Module:
     return Shared()
 
 
-def test_a_pipeline_returns_to_the_ipu_of_shared_weights() -> None:
+def test_a_pipeline_returns_to_the_ipu_of_shared_weights_which_others_cannot_share() -> None:
     own = f"{__name__}:build_shared"
     data = {"dataset": "synthetic", "image": "1x8x8"}
 
@@ -249,11 +227,7 @@ def test_a_pipeline_returns_to_the_ipu_of_shared_weights() -> None:
 
     assert found(2, pipeline_balance="parameters") == ("layers.2", "last=0")
     assert found(4, layers_per_ipu="0,2,1,2") == ("layers.0", "layers.2", "layers.3", "last=0")
-    with pytest.raises(ConfigError, match=r"has 4 layers, and the model has 5: layers.0 .. layers.4"):
-        found(2, layers_per_ipu=2)
-
-
-def test_modules_on_different_ipus_cannot_share_a_parameter() -> None:
+    refused(r"has 4 layers, and the model has 5: layers.0 .. layers.4", found, 2, layers_per_ipu=2)
     network = Shared()
     inputs = pipeline.Inputs((torch.zeros(2, 1, 8, 8),))
     pipeline.check_shared(network, inputs, stages_of(["layers.1", "last=0"]))
@@ -263,11 +237,17 @@ def test_modules_on_different_ipus_cannot_share_a_parameter() -> None:
         pipeline.tied_unit([("first", network.first), ("again", network.last), ("end", nn.Linear(1, 1))])
 
 
-def test_the_layers_of_a_vision_transformer_are_placed_by_their_numbers() -> None:
+def test_layers_are_placed_by_their_numbers_and_an_unknown_split_has_similar_names() -> None:
     assert find_splits(config("vit_tiny", 2, layers_per_ipu="2,4")) == ("encoder.layers.encoder_layer_2",)
     assert find_splits(config("vit_tiny", 2, layers_per_ipu="6,0")) == ("encoder.ln",)
     with pytest.raises(ConfigError, match="only the first and the last IPU can be without layers"):
         find_splits(config("vit_tiny", 4, layers_per_ipu="2,0,2,2"))
+    for splits, words in (
+        ("features.33", "no module 'features.33'; similar: features.3"),
+        ("features.3,features.3", "twice"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            find_splits(config("resnet8", splits.count(",") + 2, pipeline_splits=splits))
 
 
 def test_pipelined_sharded_and_single_ipu_models_train_to_the_same_bits(make: Any) -> None:
@@ -288,7 +268,7 @@ def test_pipelined_sharded_and_single_ipu_models_train_to_the_same_bits(make: An
     assert len(hashes) == 1
 
 
-def test_the_pipeline_table_shows_stages_and_cycles(make: Any) -> None:
+def test_the_pipeline_table_shows_stages_also_one_that_returns_and_cycles(make: Any) -> None:
     sizes: Dict[str, object] = {"gradient_accumulation": 8, "batch_size": 2, "pipeline_splits": "features.5"}
     pipeline_of_plan = inspect(make(training={**sizes, "precision": "16.16"}, pod={"ipus_per_replica": 2}))
     first, second = pipeline_of_plan.stages
@@ -298,8 +278,7 @@ def test_the_pipeline_table_shows_stages_and_cycles(make: Any) -> None:
     assert second.weight_bytes == 2 * (second.parameters + 3 * 2 * 64)
     assert second.update_bytes == 4 * second.parameters
     described = describe_pipeline(pipeline_of_plan)["schedules"]
-    assert described["pipelined"]["cycles"] == 2 + 6 + 2 + 1
-    assert described["sharded"]["cycles"] == 2 * 2 * 8 + 1
+    assert (described["pipelined"]["cycles"], described["sharded"]["cycles"]) == (2 + 6 + 2 + 1, 2 * 2 * 8 + 1)
     idle = [each["pipelined"].idle_share for each in pipeline_of_plan.schedules.values()]
     assert idle == sorted(idle, reverse=True)  # more accumulation, less idle time
     text = render_pipeline(pipeline_of_plan, "pipelined")
@@ -307,9 +286,6 @@ def test_the_pipeline_table_shows_stages_and_cycles(make: Any) -> None:
     assert ["IPU", "0", "forward", *"01234567", ".", ".", "U"] in rows
     assert ["backward", ".", *"01234567", ".", "U"] in rows
     assert text.index("pipelined  11 cycles") < text.index("sharded  33 cycles")
-
-
-def test_the_plan_draws_a_stage_that_returns_to_an_ipu(make: Any) -> None:
     sizes: Dict[str, object] = {"gradient_accumulation": 5, "pipeline_splits": "features.5,head=0"}
     plan = make(training=sizes, pod={"ipus_per_replica": 2})
     assert plan.geometry.evaluation_iterations == 3
@@ -319,13 +295,13 @@ def test_the_plan_draws_a_stage_that_returns_to_an_ipu(make: Any) -> None:
     assert [row[0] for row in rows if row[1:3] == ["head", "650"]] == ["0"]
     assert [row[1] for row in rows if row[0:1] == ["IPU"] and "forward" in row][:3] == ["0", "1", "0"]
     options = program.training_options(plan).toDict()
-    assert (options["execution_mode"], program.execution_strategy(plan)._auto_stage) == (
-        0,
-        poptorch.AutoStage.AutoIncrement,
-    )
+    stage = program.execution_strategy(plan)._auto_stage
+    assert (options["execution_mode"], stage) == (0, poptorch.AutoStage.AutoIncrement)
 
 
-def test_the_plan_shows_a_bar_for_each_ipu_and_json(make: Any) -> None:
+def test_the_plan_shows_a_bar_for_each_ipu_that_says_if_it_is_longer_than_the_memory(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training: Dict[str, object] = {"gradient_accumulation": 4, "batch_size": 64, "pipeline_splits": "features.5"}
     text = planning.render_with_pipeline(make(training=training, pod={"ipus_per_replica": 2}))
     assert "an estimate for Mk2 IPUs with 918 MB" in text
@@ -339,6 +315,19 @@ def test_the_plan_shows_a_bar_for_each_ipu_and_json(make: Any) -> None:
     (ipu,) = described["ipus"]
     assert ipu["total"] == sum(ipu[name] for name in ("weights", "gradients", "optimizer", "activations", "code"))
     assert ipu["share"] == pytest.approx(ipu["total"] / described["bytes_per_ipu"], abs=1e-3)
+    (ipu,) = inspect(make()).memory
+    for share, figure, end in (
+        (0.5, ".]  50 % (", " MB)"),
+        (0.9, " 90 % (", "nearly full"),
+        (1.0, "] 100 % (", "nearly full"),
+        (1.001, "!] 100 % (", "DOES NOT FIT"),  # 0.1 % is less than a character
+        (1.2, "!] 120 % (", "DOES NOT FIT"),
+    ):
+        monkeypatch.setattr("poptorch.device.compile.memory_estimate.MEMORY_BYTES", ipu.total / share)
+        line = render_memory((ipu,)).splitlines()[-1]
+        assert figure in line
+        assert line.endswith(end)
+        assert ("!" in line) == (share > 1)
 
 
 def test_the_memory_of_a_host_for_snapshots_is_two_copies_of_weights_and_optimizer_state(make: Any) -> None:
@@ -350,8 +339,7 @@ def test_the_memory_of_a_host_for_snapshots_is_two_copies_of_weights_and_optimiz
 
     (stage,) = inspect(make()).stages
     weights, state = 2 * stage.weight_bytes, 2 * 4 * stage.parameters
-    assert size(momentum=0.0) == weights
-    assert size(momentum=0.9, ema=0.9) == 2 * weights + state
+    assert (size(momentum=0.0), size(momentum=0.9, ema=0.9)) == (weights, 2 * weights + state)
     assert size(optimizer="adamw") == weights + 2 * state
 
 
@@ -380,10 +368,11 @@ def test_the_memory_of_a_host_for_standbys_is_that_of_a_forked_process_and_its_d
     assert text.endswith("no estimate for the standbys: their data is not on this host")
 
 
-def test_activations_are_those_of_the_plans_micro_batch(make: Any) -> None:
+def test_activations_are_those_of_the_micro_batch_and_blocks_of_a_user_model_must_be_valid(make: Any) -> None:
     memory = [inspect(make(training={"batch_size": size})).memory[0] for size in (8, 16)]
-    assert memory[1].activations == 2 * memory[0].activations
-    assert memory[1].weights == memory[0].weights
+    assert (memory[1].activations, memory[1].weights) == (2 * memory[0].activations, memory[0].weights)
+    own: Dict[str, object] = {"model": f"{__name__}:build_there_and_back", "gradient_accumulation": 3}
+    refused(r"number of pipeline stages \(5\)", inspect, make(training=own, pod={"ipus_per_replica": 2}))
 
 
 def test_a_model_that_fits_only_as_one_of_several_replicas_fits(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,31 +386,82 @@ def test_a_model_that_fits_only_as_one_of_several_replicas_fits(make: Any, monke
     assert 0.98 < inspect(plan).memory[0].share < 1
 
 
-def test_a_bar_that_is_longer_than_the_memory_says_so(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (ipu,) = inspect(make()).memory
-    for share, figure, end in (
-        (0.5, ".]  50 % (", " MB)"),
-        (0.9, " 90 % (", "nearly full"),
-        (1.0, "] 100 % (", "nearly full"),
-        (1.001, "!] 100 % (", "DOES NOT FIT"),  # 0.1 % is less than a character
-        (1.2, "!] 120 % (", "DOES NOT FIT"),
-    ):
-        monkeypatch.setattr("poptorch.device.compile.memory_estimate.MEMORY_BYTES", ipu.total / share)
-        line = render_memory((ipu,)).splitlines()[-1]
-        assert figure in line
-        assert line.endswith(end)
-        assert ("!" in line) == (share > 1)
-
-
-def test_invalid_blocks_of_a_user_model_are_an_error_of_the_plan(make: Any) -> None:
-    own: Dict[str, object] = {"model": f"{__name__}:build_there_and_back", "gradient_accumulation": 3}
-    with pytest.raises(ConfigError, match=r"number of pipeline stages \(5\)"):
-        inspect(make(training=own, pod={"ipus_per_replica": 2}))
-
-
 def build_there_and_back(channels: int, classes: int) -> nn.Module:
     """IPU 0, IPU 1, IPU 0: three stages on two IPUs."""
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, classes))
     poptorch.BeginBlock(network[2], ipu_id=1)
     poptorch.BeginBlock(network[3], ipu_id=0)
     return network
+
+
+def equal(stages: int, update: float = 0.0) -> List[StageCost]:
+    """Return stages whose forward and backward take one unit each."""
+    return [StageCost(1.0, 1.0, update)] * stages
+
+
+def picture(schedule: Any) -> List[str]:
+    """Return one line per stage: f and b for forward and backward, x for both, u for the update, . for idle."""
+    done: Dict[Tuple[int, int], Set[str]] = {}
+    for cell in schedule.cells:
+        done.setdefault((cell.stage, cell.cycle), set()).add(cell.what)
+    letters = {place: LETTERS[tuple(sorted(what))] for place, what in done.items()}
+    stages, cycles = range(len(schedule.stages)), range(schedule.cycles)
+    return ["".join(letters[stage, cycle] for cycle in cycles) for stage in stages]
+
+
+def test_pipelines_drawn_by_hand_have_each_micro_batch_forward_then_backward_once() -> None:
+    schedule = pipelined(equal(1), 3)
+    assert (picture(schedule), schedule.idle_share) == (["xxxu"], 0.0)
+    assert schedule.sections == ("main", "main", "main", "update")
+    schedule = pipelined(equal(2, update=0.5), 3)
+    assert picture(schedule) == ["ffxbbu", ".xxx.u"]
+    assert schedule.sections == ("ramp-up",) * 2 + ("main",) + ("ramp-down",) * 2 + ("update",)
+    assert schedule.cycle_times == (1.0, 2.0, 2.0, 2.0, 1.0, 0.5)
+    assert schedule.idle_share == pytest.approx(1 - 13 / 17)
+    schedule = pipelined(equal(4), 7)
+    assert picture(schedule) == ["ffffffxbbbbbbu", ".ffffxxxbbbb.u", "..ffxxxxxbb..u", "...xxxxxxx...u"]
+    assert [schedule.sections.count(name) for name in ("ramp-up", "main", "ramp-down", "update")] == [6, 1, 6, 1]
+    schedule = pipelined(equal(3), 8)
+    for stage in range(3):
+        for what in ("forward", "backward"):
+            batches = [cell.micro_batch for cell in schedule.cells if (cell.stage, cell.what) == (stage, what)]
+            assert (batches, schedule.count(stage, what)) == (list(range(8)), 8)
+
+
+def test_idle_shares_and_times_of_cycles() -> None:
+    for stages, batches in ((1, 1), (2, 2), (4, 4), (4, 10), (8, 100)):
+        schedule = pipelined(equal(stages), batches, training=False)
+        assert (schedule.cycles, schedule.sections.count("main")) == (batches + stages - 1, batches - stages + 1)
+        assert schedule.idle_share == pytest.approx((stages - 1) / (batches + stages - 1))
+    for stages, batches, times, idle in (
+        ([StageCost(3.0), StageCost(1.0)], 2, (3.0, 3.0, 1.0), 1 - 8 / 14),  # the slowest IPU determines the time
+        # Stages on one IPU run one after the other.
+        ([StageCost(1.0, ipu=ipu) for ipu in (0, 1, 0)], 3, (1.0, 1.0, 2.0, 1.0, 1.0), 1 - 9 / 12),
+    ):
+        schedule = pipelined(stages, batches, training=False)
+        assert (schedule.cycle_times, schedule.idle_share) == (times, pytest.approx(idle))
+
+
+@pytest.mark.parametrize(("stages", "batches"), [(1, 1), (2, 3), (3, 7), (4, 20)])
+@pytest.mark.parametrize("training", [True, False])
+def test_one_sharded_stage_works_at_a_time(stages: int, batches: int, training: bool) -> None:
+    schedule = sharded(equal(stages), batches, training)
+    assert (schedule.time, schedule.cycles) == (batches * stages * (1 + training), schedule.time + training)
+    assert schedule.idle_share == pytest.approx(1 - 1 / stages)
+    assert picture(sharded(equal(2), 2)) == ["f..bf..bu", ".fb..fb.u"]  # backward before the next micro-batch
+
+
+def test_phases_recomputation_and_the_comparison() -> None:
+    stages = [StageCost(1.0, 1.0, phase=phase) for phase in (0, 0, 1)]
+    assert picture(phased(stages, 1)) == ["f..bu", "f..bu", ".fb.u"]
+    costs = {cell.stage: cell.cost for cell in pipelined(equal(2), 3, recompute=True).cells if cell.what == "backward"}
+    assert costs == {0: 2.0, 1: 1.0}
+    both = compare_strategies(equal(2), 8)
+    assert set(both) == {"sharded", "pipelined"}
+    assert both["pipelined"].idle_share < both["sharded"].idle_share
+    assert set(compare_strategies(equal(2), 2)) == {"sharded"}
+    phases = compare_strategies([StageCost(1.0, phase=0), StageCost(1.0, phase=1)], 8)
+    assert set(phases) == {"sharded", "pipelined", "phased"}
+    for make, batches in ((pipelined, 2), (sharded, 0), (phased, 0)):
+        with pytest.raises(ValueError, match=f"got {batches}"):
+            make(equal(2), batches)

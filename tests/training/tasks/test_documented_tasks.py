@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import List
+from typing import Any, List
 
 import pytest
 import torch
@@ -59,9 +59,7 @@ def test_the_commands_train(folder: Path, page: str, task: str, metric: str, lea
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("start", ["raypod launch python", "raypod launch --num-replicas"])
-def test_the_program_for_poprun_runs_unchanged(
-    start: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program_for_poprun_runs_unchanged(start: str, folder: Path, monkeypatch: Any, capfd: Any) -> None:
     use_inline_ray(monkeypatch)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     code = launch.main(command(FROM_POPRUN, start))
@@ -72,9 +70,7 @@ def test_the_program_for_poprun_runs_unchanged(
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_the_model_of_a_task_predicts_generates_and_is_exported(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_model_of_a_task_predicts_generates_and_is_exported(folder: Path, capsys: Any) -> None:
     lines = [shlex.split(line)[1:] for line in commands(OWN_TASK) if "letters" in line]
     assert [line[0] for line in lines] == ["train", "predict", "predict", "export"]
     assert train.main([*lines[0][1:], "--epochs", "1", "--fleet", "inline"]) == 0

@@ -30,9 +30,7 @@ def fed(feed: Feed, plan: Plan) -> List[torch.Tensor]:
         feed.close()
 
 
-def test_shards_of_an_s3_server_survive_an_outage(
-    make: Any, processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_of_an_s3_server_survive_an_outage(make: Any, processes: None, tmp_path: Path, monkeypatch: Any) -> None:
     server = s3_server()
     server.start()
     create_bucket(server.port)

@@ -43,34 +43,23 @@ def pieces(folder: Path) -> list[Piece]:
     return [Piece(folder / name, 0, (folder / name).stat().st_size) for name in ("text.txt", "more.txt")]
 
 
-def test_the_bytes_of_the_tokens_add_up_to_those_of_the_text(tmp_path: Path) -> None:
+def test_the_bytes_of_the_tokens_add_up_and_files_end_with_a_mark(tmp_path: Path) -> None:
     found = corpus.encode(pieces(tmp_path), Tokenizer(byte_pairs(tmp_path, "<|endoftext|>")))
     assert found.sizes is not None
     assert len(found.tokens) == len(found.sizes) < len(TEXT.encode()) / 2
     assert (found.sizes >= 0).all()
     replaced = len(b"\xff\xfe words".decode("utf-8", errors="replace").encode())
-    assert found.sizes.sum() == len(TEXT.encode()) + 1 + replaced + 1
-    assert found.tokens[found.starts[1] - 1] == 0
+    assert (found.sizes.sum(), found.tokens[found.starts[1] - 1]) == (len(TEXT.encode()) + 1 + replaced + 1, 0)
     windows = Windows(found, 7)
     used = len(windows) * 7
     assert windows.num_bytes(np.arange(len(windows))).sum() == found.sizes[1 : used + 1].sum()
-
-
-def test_text_that_a_tokenizer_drops_counts_as_well(tmp_path: Path) -> None:
     _, sizes = Tokenizer(word_pieces(tmp_path)).encode(pieces(tmp_path)[0])
     assert sizes.sum() == len(TEXT.encode()) + 1
-
-
-def test_files_end_with_the_tokens_own_mark_or_a_further_one(tmp_path: Path) -> None:
     given = Tokenizer(byte_pairs(tmp_path, "<|endoftext|>"))
     assert corpus.encode(pieces(tmp_path), given).tokens[-1] == 0  # special tokens have the first ids
     added = Tokenizer(byte_pairs(tmp_path))
     tokens = corpus.encode(pieces(tmp_path), added).tokens
-    assert tokens[-1] == added.vocabulary - 1
-    assert (tokens == added.vocabulary - 1).sum() == 2
-
-
-def test_a_file_that_is_no_tokenizer_is_one_line_of_error(tmp_path: Path) -> None:
+    assert (tokens[-1], (tokens == added.vocabulary - 1).sum()) == (added.vocabulary - 1, 2)
     with pytest.raises(DataMissing, match="does not exist"):
         Tokenizer(str(tmp_path / "none.json"))
     (tmp_path / "bad.json").write_text("{")

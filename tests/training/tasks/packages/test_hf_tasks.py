@@ -1,4 +1,4 @@
-"""Models of transformers from local folders: each task trains, resumes and evaluates, and mistakes are one line."""
+"""Models of transformers from local folders: each task trains, resumes and evaluates, and is divided over IPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, Tuple
 
 import pytest
 import torch
@@ -25,10 +25,14 @@ from raypod.training.tasks.registry import facts_of, schema_of, task_of
 from tests.support import ROOT, hf_folders
 from tests.support.documented import execute
 from tests.support.hf_folders import KINDS, flags, options, values
+from tests.support.refused import one_line, refused
 from tests.support.trained_runs import train_inline
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
+
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers with old and new versions of torch
+FILES = {"text": hf_folders.text_file, "sequences": hf_folders.sequences_file, "words": hf_folders.tokens_file}
 
 
 def config_of(given: Dict[str, Any]) -> Any:
@@ -49,9 +53,7 @@ def test_a_task_trains_and_resumes_with_the_bits_of_an_undisturbed_run(task: str
 
 
 @pytest.mark.parametrize("task", ["hf-causal-lm", "hf-masked-lm"])
-def test_a_packed_text_gives_the_weights_of_the_text(
-    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_packed_text_gives_the_weights_of_the_text(task: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     given = options(task, tmp_path)
     tokenizer = str(tmp_path / KINDS[task][0] / "tokenizer.json")
@@ -59,9 +61,8 @@ def test_a_packed_text_gives_the_weights_of_the_text(
     words = ["--task", "language-model", "--text", given["text"], "--tokenizer", tokenizer]
     assert main(["pack", *words, str(packed)]) == 0
     found = set()
-    for number, data in enumerate(
-        ({"text": given.pop("text")}, {"data_dir": packed}, {"data_dir": f"file://{packed}"})
-    ):
+    places = ({"text": given.pop("text")}, {"data_dir": packed}, {"data_dir": f"file://{packed}"})
+    for number, data in enumerate(places):
         words = flags({**given, **data, "batch_size": 4, "learning_rate": 0.01, "replicas": 2, "updates": 4})
         run = train_inline(tmp_path / f"run-{number}", *words)
         found.add(json.loads((run / "summary.json").read_text())["weights_sha256"])
@@ -78,26 +79,21 @@ def test_a_packed_text_of_other_tokens_is_refused(tmp_path: Path, capsys: Any) -
     assert f"at {tmp_path / 'words'}" in capsys.readouterr().out
     names = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**names, "eos_token": "w0"}))
-    for place, message in (
-        ("bytes", "its tokens are not those of"),
-        ("words", "ends a file with token 3, and .* with 5"),
-    ):
-        assert main(["plan", *flags({**given, "data_dir": tmp_path / place})]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert re.search(message, line)
+    of_words = "ends a file with token 3, and .* with 5"
+    for place, message in (("bytes", "its tokens are not those of"), ("words", of_words)):
+        assert re.search(message, one_line(capsys, main, ["plan", *flags({**given, "data_dir": tmp_path / place})]))
     assert main(["pack", *flags({**given, "text": text}), str(tmp_path / "other")]) == 2
     assert "pack its text with --task language-model" in capsys.readouterr().err
 
 
 def test_the_weights_of_the_folder_count_unless_from_scratch_and_a_new_last_layer_is_random(tmp_path: Path) -> None:
     given = options("hf-sequence-classification", tmp_path)  # a folder of a masked language model
-    saved = _weights(tmp_path / "bert")
+    saved = load_file(str(tmp_path / "bert" / "model.safetensors"))
     own, scratch = (_network({**given, "from_scratch": each}) for each in (False, True))
     name = "bert.encoder.layer.1.output.dense.weight"
     assert torch.equal(own.state_dict()[name], saved[name])
     assert not torch.equal(scratch.state_dict()[name], saved[name])
-    assert own.classifier.out_features == 2
-    assert own.config.id2label == {0: "no", 1: "yes"}
+    assert (own.classifier.out_features, own.config.id2label) == (2, {0: "no", 1: "yes"})
     assert torch.equal(own.classifier.weight, _network(given).classifier.weight)  # by the seed
 
 
@@ -130,12 +126,10 @@ def test_masked_tokens_follow_from_seed_epoch_and_window(tmp_path: Path) -> None
     assert predicted.any(dim=1).all()
     assert 0.1 < predicted.float().mean() < 0.25
     assert 0.7 < (tokens[predicted] == 4).float().mean() < 0.9  # [MASK]
-    assert torch.equal(
-        source.gather(source.test, samples[:3], None)[0], source.gather(source.test, samples[:3], None)[0]
-    )
+    assert torch.equal(*(source.gather(source.test, samples[:3], None)[0] for _ in range(2)))
 
 
-def test_a_word_has_its_tag_at_its_first_token(tmp_path: Path) -> None:
+def test_images_are_prepared_as_the_folder_says_and_words_have_their_tags_at_their_first_tokens(tmp_path: Path) -> None:
     task = task_of(config_of(options("hf-token-classification", tmp_path)))
     batch = task.load().first_batch(1)
     tokens, labels = batch["input_ids"][0], batch["labels"][0]
@@ -143,9 +137,6 @@ def test_a_word_has_its_tag_at_its_first_token(tmp_path: Path) -> None:
     expected = [["O", "B-X"][(int(token) - len(hf_folders.SPECIAL)) % 2] for token in tokens[words]]
     assert [task.description()["classes"][label] for label in labels[words]] == expected
     assert (labels[~words] == -100).all()
-
-
-def test_images_are_prepared_as_the_folder_says(tmp_path: Path) -> None:
     task = task_of(config_of(options("hf-image-classification", tmp_path)))
     assert task.load().first_batch(1)[0].shape == (1, 1, 8, 8)
     assert (task.description()["mean"], task.description()["std"]) == ([0.25], [0.5])
@@ -162,8 +153,7 @@ def test_images_are_prepared_as_the_folder_says(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_one_line(changes: Dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
-        facts_of(config_of({**options("hf-sequence-classification", tmp_path), **changes}))
+    refused(words, facts_of, config_of({**options("hf-sequence-classification", tmp_path), **changes}))
 
 
 def test_pickled_weights_and_other_shapes_are_refused(tmp_path: Path) -> None:
@@ -171,8 +161,7 @@ def test_pickled_weights_and_other_shapes_are_refused(tmp_path: Path) -> None:
     given = {"task": "hf-masked-lm", "model": f"hf:{path}", "text": hf_folders.text_file(tmp_path)}
     content = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**content, "intermediate_size": 64}))
-    with pytest.raises(ConfigError, match="is .* in the weights and .* by config.json"):
-        build("hf-masked-lm", HfFolder(config_of(given)), False)
+    refused("is .* in the weights and .* by config.json", build, "hf-masked-lm", HfFolder(config_of(given)), False)
     index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(str(path / "model.safetensors")), "other.bin")}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
@@ -180,9 +169,10 @@ def test_pickled_weights_and_other_shapes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has weights in .*/other.bin, which can contain code"):
         build("hf-masked-lm", HfFolder(config_of(given)), False)
     (path / "model.safetensors.index.json").unlink()
-    with pytest.raises(ConfigError, match="pytorch_model.bin, which can contain code"):
-        facts_of(config_of({**given, "sequence_length": 16}))
+    refused("pytorch_model.bin, which can contain code", facts_of, config_of({**given, "sequence_length": 16}))
     assert names_of({"training": {"model": f"hf:{path}"}}) == []
+    with pytest.raises(ConfigError, match="add --task hf-image-classification"):
+        plan_from({"training": {"model": f"hf:{tmp_path}"}}, "the test", is_dry=True)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 9), reason="the same code as on newer versions")
@@ -194,22 +184,10 @@ def test_the_commands_of_the_page(processes: None, tmp_path: Path, monkeypatch: 
     execute("how-to/hugging-face.md")
 
 
-def test_a_model_of_transformers_needs_its_tasks(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="add --task hf-image-classification"):
-        plan_from({"training": {"model": f"hf:{tmp_path}"}}, "the test", is_dry=True)
-
-
 def _network(given: Dict[str, Any]) -> Any:
     task = task_of(config_of(given))
     torch.manual_seed(5)
     return task.network(task.load().first_batch(1))
-
-
-def _weights(path: Path) -> Dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    found: Dict[str, torch.Tensor] = load_file(str(path / "model.safetensors"))
-    return found
 
 
 def test_a_classifier_of_texts_predicts_those_of_files(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -245,3 +223,43 @@ def test_a_task_without_predictions_of_files_is_refused_before_it_is_loaded(tmp_
     assert main(["predict", str(run), "texts.txt"]) == 2
     words = "has no predictions of files: it implements no `predict`; raypod export RUN --format hf writes a folder"
     assert words in capsys.readouterr().err
+
+
+pytest.importorskip("transformers", reason="the extra hf is not installed")
+
+
+def splits(task: str, kind: str, data: str, folder: Path, ipus: int = 2, **training: Any) -> Tuple[str, ...]:
+    key = "text" if data == "text" else "examples"
+    options = {key: FILES[data](folder), "sequence_length": 16} if data else {}
+    model = f"hf:{hf_folders.hf_folder(folder, kind)}"
+    values = {
+        "task": {"name": task, **options},
+        "training": {"model": model, "gradient_accumulation": 9, "batch_size": 1, **training},
+        "pod": {"ipus_per_replica": ipus, "replicas": 1, "num_instances": 1},
+    }
+    return plan_from(values, "the test", is_dry=True).pipeline_splits
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "data", "layer", "others"),
+    [
+        ("hf-sequence-classification", "bert", "sequences", "bert.encoder.layer.1", ()),
+        ("hf-masked-lm", "bert", "text", "bert.encoder.layer.1", ("cls=0",)),  # its output layer is the embedding
+        ("hf-token-classification", "roberta", "words", "roberta.encoder.layer.1", ()),
+        ("hf-token-classification", "t5", "words", "transformer.encoder.block.1", ()),
+        ("hf-causal-lm", "gpt2", "text", "transformer.h.1", ("lm_head=0",)),
+        ("hf-sequence-classification", "gpt2", "sequences", "transformer.h.1", ()),
+    ],
+)
+def test_the_layers_of_each_ipu(task: str, kind: str, data: str, layer: str, others: Any, tmp_path: Path) -> None:
+    assert splits(task, kind, data, tmp_path, layers_per_ipu="1,1") == (layer, *others)
+
+
+def test_stages_can_be_named_or_balanced_and_layers_of_a_vision_transformer_have_other_names(tmp_path: Path) -> None:
+    named = ("bert.encoder.layer.0", "bert.encoder.layer.1", "classifier")
+    given = ("hf-sequence-classification", "bert", "sequences", tmp_path)
+    assert (splits(*given, ipus=4, pipeline_splits=",".join(named)), len(splits(*given, ipus=4))) == (named, 3)
+    refused("has 3 layers, and the model has 2: bert.encoder.layer.0", splits, *given, layers_per_ipu="2,1")
+    (found,) = splits("hf-image-classification", "vit", "", tmp_path, layers_per_ipu="1,1")
+    assert found.startswith("vit.")  # layers have other names in other versions
+    assert found.endswith(("layer.1", "layers.1"))
