@@ -18,9 +18,7 @@ ROWS = [("host", "IPUs"), ("a", "0..15"), ("long-name", "16")]
 
 
 @pytest.mark.parametrize(("error", "code"), [(ConfigError("no"), 2), (RunError("no"), 1), (KeyboardInterrupt(), 130)])
-def test_an_error_is_one_line_and_an_exit_code(
-    error: BaseException, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_one_line_and_an_exit_code(error: BaseException, code: int, capsys: Any) -> None:
     def command() -> NoReturn:
         raise error
 

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import List
+from typing import Any, List
 
 import pytest
 
@@ -47,9 +47,7 @@ def test_train_and_launch_are_the_modules_of_their_names(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("command", ["status", "stop", "attach", "logs", "evaluate", "verify-data"])
-def test_the_files_of_a_run_folder_cannot_control_the_terminal(
-    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_files_of_a_run_folder_cannot_control_the_terminal(command: str, tmp_path: Path, capfd: Any) -> None:
     bad = "a\x1b]0;title\x07b\x1b]52;c;cm0=\x1b\\c\x1b[2J\x9b2Jd\u202e"
     folder = tmp_path / bad
     write_run(folder)
@@ -116,9 +114,7 @@ def test_a_reader_that_ends_early_is_no_traceback(processes: None, flags: List[s
         *("average {}", "train --resume {} --dry-run", "monitor {} --once", "attach {}"),
     ],
 )
-def test_deeply_nested_files_of_a_run_folder_are_damaged_files(
-    words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_deeply_nested_files_of_a_run_folder_are_damaged_files(words: str, tmp_path: Path, capfd: Any) -> None:
     folder = tmp_path / "run"
     write_run(folder)
     deep = "[" * 5_000 + "]" * 5_000

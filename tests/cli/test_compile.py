@@ -15,9 +15,7 @@ from raypod.system import sdk
 FLAGS = ["--dataset", "synthetic", "--model", "tiny", "--samples", "64", "--batch-size", "2"]
 
 
-def test_training_and_evaluation_are_compiled_without_a_device(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_and_evaluation_are_compiled_without_a_device(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     types: List[Any] = []
 
     def offline(options: Any, ipu_version: int = 2) -> Any:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Iterator, List
+from typing import Any, Iterator, List
 
 import psutil
 import pytest
@@ -79,9 +79,7 @@ def test_status_attach_and_stop_of_a_detached_run(detached: Path, capsys: pytest
     assert "nothing to stop" in capsys.readouterr().out
 
 
-def test_the_same_command_resumes_a_run_whose_coordinator_died(
-    detached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_command_resumes_a_run_whose_coordinator_died(detached: Path, tmp_path: Path, capsys: Any) -> None:
     assert wait_until(lambda: (detached / "checkpoints" / "LATEST").is_file(), 60)
     state = state_of(detached)
     os.kill(state.pid, signal.SIGKILL)
@@ -144,9 +142,7 @@ def test_a_reused_pid_is_not_the_run_and_one_on_another_host_cannot_be_stopped(
 
 
 @pytest.mark.parametrize("case", ["no lease", "another lease", "another machine", "log not open", "log is a link"])
-def test_stop_signals_no_process_that_does_not_hold_the_folder(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_signals_no_process_that_does_not_hold_the_folder(case: str, tmp_path: Path, monkeypatch: Any) -> None:
     signalled: List[int] = []
     monkeypatch.setattr(commands.os, "kill", lambda pid, number: signalled.append(pid))
     monkeypatch.setattr(commands, "_OPEN_WITHIN_S", 0.0)
@@ -197,9 +193,7 @@ def test_the_status_on_a_host_with_another_clock_observes_the_lease(
     assert not is_alive or re.search(r"updated  \d s ago", out)
 
 
-def test_stop_names_a_process_that_is_stopped_instead_of_waiting_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_names_a_process_that_is_stopped_instead_of_waiting_for_it(tmp_path: Path, monkeypatch: Any) -> None:
     signalled: List[int] = []
     stopped = iter([True, False, *(True for _ in range(1000))])  # first for a moment, as by a debugger
     monkeypatch.setattr(commands, "_signal", lambda run_dir, state, number: signalled.append(number))
@@ -264,9 +258,7 @@ def test_a_file_is_no_run_folder(verb: str, tmp_path: Path, capsys: pytest.Captu
     assert f"this is a file; name the run folder: raypod {verb} {tmp_path}\n" in capsys.readouterr().err
 
 
-def test_a_run_in_the_source_folder_is_suggested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_the_source_folder_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     run = tmp_path / "raypod" / "source" / "runs" / "one"
     run.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(tmp_path))

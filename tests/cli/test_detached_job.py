@@ -157,9 +157,7 @@ def test_a_job_that_is_not_begun_ends(server: Scripted, tmp_path: Path) -> None:
         ({"submit": lambda job: None}, "Ray has not started job raypod-my-run-[0-9a-f]+ within 0.1 s"),
     ],
 )
-def test_a_job_that_cannot_start(
-    server: Scripted, change: Dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_cannot_start(server: Any, change: Any, message: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(ray_jobs, "_READY_WITHIN_S", 1.0)
     if "submit" in change:
         monkeypatch.setattr(detached, "_START_WITHIN_S", 0.1)
@@ -172,9 +170,7 @@ def test_a_job_that_cannot_start(
     assert not (tmp_path / "log").exists()
 
 
-def test_a_run_whose_job_cannot_start_is_a_process(
-    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_job_cannot_start_is_a_process(server: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     server.starts = False
     monkeypatch.setattr(detached, "_job_server", lambda plan, way: (JobServer(server.url, CLUSTER), ""))
     flags = ["--device", "emulated", "--fleet", "inline", "--num-instances", "1", "--model", "tiny", "--updates", "2"]

@@ -37,9 +37,7 @@ def summary_of(folder: Path) -> Dict[str, Any]:
     return found
 
 
-def test_evaluations_during_the_run_do_not_change_the_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluations_during_the_run_do_not_change_the_weights(tmp_path: Path, capsys: Any) -> None:
     flags = ("--epochs", "3", "--batch-size", "64", "--model", "tiny")
     code, folder = command(tmp_path / "evaluated", *flags, "--evaluate-every", "1")
     assert code == 0
@@ -91,9 +89,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_and_names_lost_l
     assert summary_of(whole)["weights_sha256"] == summary_of(folder)["weights_sha256"]
 
 
-def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(tmp_path: Path, capsys: Any) -> None:
     flags = ("--lr-schedule", "constant", "--model", "tiny", "--checkpoint-every", "2 updates", "--updates", "6")
     _, folder = command(tmp_path, *flags)
     state = json.loads((folder / "state.json").read_text())
@@ -142,9 +138,7 @@ def test_a_run_on_synthetic_data_of_the_device_has_no_losses_and_does_not_stop(t
     assert [line["loss"] for line in lines] == [None, None]
 
 
-def test_a_data_set_without_a_test_split_is_not_evaluated(
-    make: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_without_a_test_split_is_not_evaluated(make: Any, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "only_training.py").write_text(
         "import torch\n\n\ndef make(folder):\n"
         "    return [(torch.full((1, 8, 8), float(i)), i % 2) for i in range(8)], [], 2\n"
@@ -170,9 +164,7 @@ def test_a_data_set_without_a_test_split_is_not_evaluated(
         ["--resume", "/nowhere"],
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
-    flags: List[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(flags: List[str], tmp_path: Path, capsys: Any) -> None:
     fleet = [] if "--num-instances" in flags else ["--fleet", "inline"]
     assert train.main([*fleet, "--run-dir", str(tmp_path / "run"), *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -215,9 +207,7 @@ def verify_two_generations(tmp_path: Path, capsys: pytest.CaptureFixture[str], *
         assert "metrics.jsonl reaches update 8" in out
 
 
-def test_a_model_that_an_ipu_rejects_ends_a_strict_run_with_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_an_ipu_rejects_ends_a_strict_run_with_one_line(tmp_path: Path, capsys: Any) -> None:
     code, folder = command(tmp_path, "--strict", "--model", "tests.api.test_planning:reads_a_value")
     assert code == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -227,9 +217,7 @@ def test_a_model_that_an_ipu_rejects_ends_a_strict_run_with_one_line(
     assert "Traceback" in log_file.read_text()
 
 
-def test_a_run_that_fails_says_how_it_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_says_how_it_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     (tmp_path / "unsteady_data.py").write_text(
         "import torch\n\nreads = []\n\nclass Samples(list):\n"
         "    def __getitem__(self, index):\n"
@@ -258,9 +246,7 @@ def test_verify_data_detects_another_sample_order(tmp_path: Path) -> None:
     assert main(["verify-data", str(folder)]) == 1
 
 
-def test_a_nonfinite_loss_ends_the_run_and_keeps_the_checkpoints_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_nonfinite_loss_ends_the_run_and_keeps_the_checkpoints_before(tmp_path: Path, capsys: Any) -> None:
     flags = ["--learning-rate", "1e30", "--lr-schedule", "constant", "--warmup-updates", "0", "--model", "tiny"]
     flags += ["--checkpoint-every", "1 updates", "--precision", "32.32", "--updates", "40"]
     code, folder = command(tmp_path, *flags)

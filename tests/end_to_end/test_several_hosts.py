@@ -85,9 +85,7 @@ def on_this_host(folder: Path, **sections: Any) -> Outcome:
     return run(plan_for(folder / "inline", LOCAL, run={"fleet": "inline"}, pod={"num_instances": 1}, **sections))
 
 
-def test_a_program_of_poprun_is_launched(
-    pod: Pod, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_of_poprun_is_launched(pod: Pod, tmp_path: Path, capfdbinary: Any, monkeypatch: Any) -> None:
     pod.have()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -102,9 +100,7 @@ def test_a_program_of_poprun_is_launched(
     assert "[1,0]<stderr>:" in err
 
 
-def test_the_instance_of_a_lost_host_moves_to_a_spare_host(
-    pod: Pod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_instance_of_a_lost_host_moves_to_a_spare_host(pod: Pod, tmp_path: Path, monkeypatch: Any) -> None:
     """A language model, whose dropout continues."""
     monkeypatch.setattr(ray_replace, "_ACTOR_START_S", 20.0)  # three hosts share this machine
     sections = {
@@ -140,8 +136,7 @@ def test_a_run_shrinks_when_a_host_is_lost_and_grows_when_it_returns(pod: Pod, t
     assert shrunk.update >= 13, "a survivor had the state"
     assert (shrunk.hosts, grown.hosts) == ((pod.head,), (pod.head, SECOND_HOST))
     assert SECOND_HOST in shrunk.cause
-    assert grown.update % 10 == 0
-    assert grown.cause == "hosts have returned"
+    assert (grown.update % 10, grown.cause) == (0, "hosts have returned")
     assert (outcome.updates, outcome.ended.interrupted) == (list(range(1, 61)), False)
     resizes = [(each["update"], each["replicas"]) for each in outcome.ended.resizes]
     assert resizes == [(shrunk.update, 2), (grown.update, 4)]

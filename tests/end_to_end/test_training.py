@@ -24,9 +24,7 @@ pytestmark = [
 ]
 
 
-def test_the_default_job_trains(
-    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_default_job_trains(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert train.main(["--epochs", "4"]) == 0
     out = capsys.readouterr().out

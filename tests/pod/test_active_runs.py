@@ -67,9 +67,7 @@ def test_the_start_command_of_the_head_refuses_while_programs_use_the_cluster(
         server.communicate(b"\n")
 
 
-def test_the_run_folder_of_a_driver_is_known_from_its_entry_for_the_monitor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_run_folder_of_a_driver_is_known_from_its_entry_for_the_monitor(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.delenv(endpoint.VARIABLE, raising=False)
     monkeypatch.setattr(endpoint, "_PARENT", tmp_path)
     monkeypatch.setattr(active_runs, "_ENTRIES", tmp_path)
@@ -81,9 +79,7 @@ def test_the_run_folder_of_a_driver_is_known_from_its_entry_for_the_monitor(
 
 
 @pytest.mark.usefixtures("processes")
-def test_trainings_get_the_signal_of_raypod_stop_and_other_programs_sigterm(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_trainings_get_the_signal_of_raypod_stop_and_other_programs_sigterm(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(active_runs, "_EXIT_S", 0)
     program = "trap '{}' {}; echo; while :; do sleep 0.05; done"
     started: Dict[str, Any] = {}

@@ -82,8 +82,7 @@ def test_a_host_whose_start_has_failed_is_started_again(provider: Any, state: Pa
         provider.create_node({}, dict(TAGS), 1)
         change(state, ADD, [FIRST, SECOND, THIRD])
         (again,) = set(workers(provider)) - seen
-        assert provider.internal_ip(again) == SECOND
-        assert len(workers(provider)) == 3
+        assert (provider.internal_ip(again), len(workers(provider))) == (SECOND, 3)
         seen.add(again)
     provider.set_node_tags(again, {"ray-node-status": "up-to-date"})
     change(state, AGAIN, [SECOND])  # it was started in the meantime

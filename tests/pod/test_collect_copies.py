@@ -8,7 +8,7 @@ import json
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 import pytest
 
@@ -145,8 +145,7 @@ def test_the_head_keeps_what_is_as_new(hosts: Hosts, own: Tuple[int, int], colle
     hosts.copy(B, 100)
     hosts.on_head(own[1], own[0])
     lines = hosts.collect()
-    assert bool(lines) == collected
-    assert hosts.updates() == ([100] if collected else [own[1]])
+    assert (bool(lines), hosts.updates()) == (collected, [100] if collected else [own[1]])
     if collected:
         assert lines[0].endswith(f"from host {B}; the older state is in {hosts.run_dir}.before-1")
         assert (hosts.run_dir.parent / "digits.before-1" / "checkpoints" / "update-00000099").is_dir()
@@ -181,9 +180,7 @@ def name_outside(path: Path) -> None:
         ("run.json", name_outside, "run.json names a file outside of the copy: ../../stolen"),
     ],
 )
-def test_a_damaged_copy_is_named_and_the_next_one_is_taken(
-    hosts: Hosts, name: str, damage: Callable[[Path], None], message: str
-) -> None:
+def test_a_damaged_copy_is_named_and_the_next_one_is_taken(hosts: Any, name: str, damage: Any, message: str) -> None:
     hosts.copy(C, 90)
     bad = hosts.copy(B, 100)
     damage(bad / name)

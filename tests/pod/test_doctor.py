@@ -55,8 +55,7 @@ def test_probe_facts(processes: None, tmp_path: Path) -> None:
     assert facts["python"]["packages"]["no-such-package"] is None
     assert [name for name, path in facts["tools"].items() if path] == ["bash"]
     assert facts["interfaces"]["lo"] == ["127.0.0.1", 8]
-    assert facts["towards"] == {"127.0.0.1": "127.0.0.1"}
-    assert facts["unreachable"] == {}
+    assert (facts["towards"], facts["unreachable"]) == ({"127.0.0.1": "127.0.0.1"}, {})
     (own,) = [each for each in facts["listening"] if each["port"] == port]
     assert (own["address"], own["pid"], own["cluster"]) == ("127.0.0.1", os.getpid(), None)
     assert facts["folders"]["run folder"]["is_writable"]
@@ -114,9 +113,7 @@ def test_every_host_of_the_file_is_probed(unreachable: None, capsys: pytest.Capt
     assert "no answer at 10.0.0.11:6379 without a token (no reply)" in output
 
 
-def test_a_file_without_the_key_of_the_operator_is_a_warning(
-    unreachable: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_file_without_the_key_of_the_operator_is_a_warning(unreachable: None, capsys: Any, tmp_path: Path) -> None:
     file = tmp_path / "pod.yaml"
     file.write_text(SHIPPED.read_text().replace("  ssh_private_key: ~/.ssh/id_ed25519\n", ""))
     main(["doctor", "--json", "--cluster", str(file)])
@@ -126,9 +123,7 @@ def test_a_file_without_the_key_of_the_operator_is_a_warning(
     assert "auth.ssh_private_key is not set: the head logs in to the workers with its own" in warning["text"]
 
 
-def test_a_folder_that_other_users_can_use_is_trouble(
-    unreachable: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_other_users_can_use_is_trouble(unreachable: None, monkeypatch: Any, capsys: Any) -> None:
     def run_on(host: Host, _: Any, words: List[str], *__: Any) -> ssh.Result:
         assert "exec python3 - --check /tmp/ray-$(id -un)" in words or words[0] != "bash"
         return ssh.Result(1, "", f"/tmp/ray-root on {host.name} belongs to uid 7")

@@ -85,9 +85,7 @@ def listen(
         (HOSTS[1], "2.10.0", "3.16.1", False),
     ],
 )
-def test_an_autoscaler_that_can_block_itself_is_a_warning(
-    host: str, ray: str, filelock: Optional[str], is_warned: bool
-) -> None:
+def test_an_autoscaler_that_can_block_itself_is_a_warning(host: str, ray: str, filelock: Any, is_warned: bool) -> None:
     pod = healthy()
     pod[host]["python"]["packages"].update(ray=ray, filelock=filelock)
     found = [each for each in examine(EXPECTED, pod) if each.what == "autoscaler"]

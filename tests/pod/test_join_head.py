@@ -6,7 +6,7 @@ import json
 import stat
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Dict, List, Optional
+from typing import Any, List, Optional
 
 import pytest
 import yaml
@@ -127,9 +127,7 @@ def test_the_token_of_the_head_is_not_replaced(
         ({}, True),
     ],
 )
-def test_a_head_whose_answer_is_unknown_counts_as_running(
-    pod: Any, answer: Dict[str, Any], runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_whose_answer_is_unknown_counts_as_running(pod: Any, answer: Any, runs: bool, monkeypatch: Any) -> None:
     def run_on(host: Host, _: Ssh, words: List[str], *__: Any) -> ssh.Result:
         return ssh.Result(0 if answer else 255, json.dumps(answer), "no answer")
 

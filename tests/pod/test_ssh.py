@@ -7,7 +7,7 @@ import os
 import subprocess
 import uuid
 from pathlib import Path
-from typing import List, Tuple
+from typing import Any, List
 
 import pytest
 
@@ -38,9 +38,7 @@ def use_ssh(monkeypatch: pytest.MonkeyPatch, folder: Path, *lines: str) -> str:
     return str(file)
 
 
-def test_doctor_and_down_read_the_results_between_banners(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_and_down_read_the_results_between_banners(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     file = use_ssh(monkeypatch, tmp_path, BANNER, RUN)
     assert main(["doctor", "--json", "--cluster", file]) in (0, 2)
     hosts = json.loads(capsys.readouterr().out)["hosts"]
@@ -50,9 +48,7 @@ def test_doctor_and_down_read_the_results_between_banners(
     assert "stopped on all 3 hosts" in capsys.readouterr().err
 
 
-def test_the_error_of_an_unreachable_head_can_have_any_bytes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_error_of_an_unreachable_head_can_have_any_bytes(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     file = use_ssh(monkeypatch, tmp_path, BANNER, "exit 255")
     assert main(["up", file]) == 2
     assert "the head 127.0.0.11 is unreachable: \\xff\\xfe last" in capsys.readouterr().err
@@ -93,9 +89,7 @@ def test_a_host_without_facts_is_reported_with_its_output(monkeypatch: pytest.Mo
         (["sleep", "600"], ["cat"], (124, "", "no answer within 0.2 s")),
     ],
 )
-def test_the_output_of_a_command_is_the_input_of_one_on_another_host(
-    source: List[str], target: List[str], expected: Tuple[int, str, str]
-) -> None:
+def test_the_output_of_a_command_is_the_input_of_one_on_another_host(source: Any, target: Any, expected: Any) -> None:
     host = Host("localhost", "localhost")
     timeout_s = 0.2 if "600" in source else 60.0
     done = ssh.pipe((host, source), (host, target), Ssh(), timeout_s)

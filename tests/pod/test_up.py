@@ -140,9 +140,7 @@ def test_missing_relative_sources_are_one_mistake(monkeypatch: pytest.MonkeyPatc
         ("/tmp/mine.yaml", "after copying /tmp/mine.yaml there: ", "mine.yaml"),
     ],
 )
-def test_the_hint_names_the_cluster_file_on_the_head(
-    path: str, before: str, file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hint_names_the_cluster_file_on_the_head(path: str, before: str, file: str, monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
     shipped = cluster_file.parse(SHIPPED.read_text())
     words = f"{before}~/raypod/venv/bin/python -m raypod.train --cluster {file}"
@@ -208,9 +206,7 @@ def test_folders_that_other_users_can_use_are_found_on_the_hosts(processes: None
         assert head.is_dir() == create
 
 
-def test_a_host_whose_folder_other_users_can_use_is_not_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_host_whose_folder_other_users_can_use_is_not_started(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".ssh").mkdir()
@@ -289,9 +285,7 @@ def test_a_remote_command_that_does_not_start_is_reported(
         ssh.pass_through(Host("h", "10.0.0.9"), Ssh(), ["~/venv/bin/python", "-V"])
 
 
-def test_pass_through_keeps_output_and_exit_code(
-    processes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_pass_through_keeps_output_and_exit_code(processes: None, monkeypatch: Any, tmp_path: Path, capfd: Any) -> None:
     (tmp_path / ".bashrc").write_text("export NAME=out\n")
     (tmp_path / "tool").write_text('#!/bin/sh\necho "$NAME $1"; echo err >&2; exit 3\n')
     (tmp_path / "tool").chmod(0o755)
@@ -368,9 +362,7 @@ def wait_for_hosts(text: str, within_s: float) -> None:
     started.wait_for_hosts(cluster_from(file, "pod64"), file, within_s, time.monotonic(), up._say)
 
 
-def test_only_the_wait_for_missing_hosts_is_announced(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_wait_for_missing_hosts_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     waits = answer_missing(monkeypatch, ["10.0.0.14"], [])
     wait_for_hosts(SHIPPED.read_text(), 120)
     assert waits == ["0", "120"]
@@ -424,9 +416,7 @@ def test_tls_variables_of_the_start_commands() -> None:
     assert tls_variables(cluster_file.parse(SHIPPED.read_text())) == []
 
 
-def test_an_interpreter_that_a_host_does_not_have_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interpreter_that_a_host_does_not_have_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     file = cluster_file.parse(SHIPPED.read_text().replace("python: ~/raypod/venv/bin/python", "python: python4"))
     facts = {"python": {"error": "python4 does not exist"}}
     answers = {"10.0.0.11": ssh.Result(255, "", "lost"), "10.0.0.12": ssh.Result(0, '{"python": {"path": "/p"}}', "")}

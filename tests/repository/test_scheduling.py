@@ -106,5 +106,4 @@ def test_a_test_that_ends_its_process_runs_once_and_the_others_run_elsewhere(fat
             processes.remove(process)
             assert scheduler.remove_node(process) is None
         assert runnable or not scheduler.nodes, "all processes wait for the scheduler"
-    assert ended == [fatal]
-    assert sorted(ran) == sorted(TESTS)
+    assert (ended, sorted(ran)) == ([fatal], sorted(TESTS))

@@ -98,9 +98,7 @@ def test_the_source_of_a_test_decides_about_its_exclusion(module: Any, test: str
         (["a_test.py::test_bad[a]", "b_test.py::*"], [], [], ["b_test.py::*"]),
     ],
 )
-def test_outcomes_are_judged_against_the_list(
-    listed: List[str], unlisted: List[str], passing: List[str], idle: List[str]
-) -> None:
+def test_outcomes_are_judged_against_the_list(listed: Any, unlisted: Any, passing: Any, idle: Any) -> None:
     entries = [expected.Entry([pattern], "because") for pattern in listed]
     suite = {"a_test.py": OUTCOMES}
     verdict = expected.judge(suite, entries, whole=True)
@@ -152,9 +150,7 @@ def test_a_horovod_test_passes_if_it_passes_on_every_rank(ranks: List[str], resu
     assert horovod.combined("test", [Outcome("test", rank) for rank in ranks], "the end").result == result
 
 
-def test_a_run_in_which_one_suite_selects_a_test_succeeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_which_one_suite_selects_a_test_succeeds(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     for name in ("poptorch", "horovod"):
         (tmp_path / f"{name}_expected.yaml").touch()
     monkeypatch.setattr(poptorch_conformance, "LISTS", tmp_path)
@@ -219,9 +215,7 @@ def clone(processes: None, tmp_path: Path) -> Path:
     return tmp_path / "bare"
 
 
-def test_the_tests_of_a_clone_run_in_child_processes(
-    clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tests_of_a_clone_run_in_child_processes(clone: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     names = [f"first_test.py::test_{name}" for name in ("bad", "end", "interrupt")]
     listed = {"tests": [*names, "*test_third.py::(collection)"], "reason": "known"}
     (tmp_path / "poptorch_expected.yaml").write_text(json.dumps([listed]))

@@ -33,9 +33,7 @@ def test_a_replaced_file_has_its_new_content_and_leaves_nothing_else(tmp_path: P
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_large_file_is_flushed_while_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
-) -> None:
+def test_a_large_file_is_flushed_while_it_is_written(tmp_path: Path, monkeypatch: Any, is_known: bool) -> None:
     ranges = []
 
     def flush(descriptor: int, first: int, count: int, flags: int) -> None:
@@ -51,9 +49,7 @@ def test_a_large_file_is_flushed_while_it_is_written(
     assert ranges == ([(0, 8), (8, 8), (16, 8)] if is_known else [])
 
 
-def test_an_append_only_file_keeps_lines_while_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_append_only_file_keeps_lines_while_the_disk_is_full(tmp_path: Path, monkeypatch: Any) -> None:
     def fail(descriptor: int, data: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -112,9 +108,7 @@ def test_an_error_of_the_disk_costs_an_append_only_file_no_line_and_one_warning(
     assert warnings == [warning] * 2
 
 
-def test_an_append_only_file_that_cannot_be_written_at_its_end_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_append_only_file_that_cannot_be_written_at_its_end_is_an_error(tmp_path: Path, monkeypatch: Any) -> None:
     file = files.AppendOnlyFile(tmp_path / "lines")
     FailingDisk(monkeypatch, file.path, "write", *[errno.EIO] * 9)
     file.write_line("lost")
@@ -122,9 +116,7 @@ def test_an_append_only_file_that_cannot_be_written_at_its_end_is_an_error(
         file.close()
 
 
-def test_a_flush_that_fails_removes_nothing_that_another_process_has_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flush_that_fails_removes_nothing_that_another_process_has_written(tmp_path: Path, monkeypatch: Any) -> None:
     file = files.AppendOnlyFile(tmp_path / "lines")
     file.write_line("own")
     with file.path.open("a") as other:

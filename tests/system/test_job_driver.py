@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Dict, Iterator, List
+from typing import Any, Dict, Iterator, List
 
 import pytest
 
@@ -86,9 +86,7 @@ def test_the_command_has_the_arguments_environment_and_folder_of_the_submitting_
     assert log.read_text() == "before\n" + output.read_text()
 
 
-def test_the_last_lines_of_a_killed_command_are_not_lost(
-    processes: None, listener: socket.socket, tmp_path: Path
-) -> None:
+def test_the_last_lines_of_a_killed_command_are_not_lost(processes: None, listener: Any, tmp_path: Path) -> None:
     log, output = tmp_path / "log", tmp_path / "output"
     script = (
         "import os, signal; os.write(1, b'x' * 300000 + b'last'); os.kill(0, signal.SIGTERM); os.kill(os.getpid(), 9)"

@@ -89,9 +89,7 @@ def test_doctor_reports_ready(pod: EmulatedPod, shared: Path) -> None:
     assert all(address(host) in output for host in (1, 2, 3))
 
 
-def test_a_run_on_the_pod_has_the_weights_of_a_run_on_one_host(
-    pod: EmulatedPod, shared: Path, on_this_host: Path
-) -> None:
+def test_a_run_on_the_pod_has_the_weights_of_a_run_on_one_host(pod: Any, shared: Path, on_this_host: Path) -> None:
     settings = (
         f"Host HEAD head\n  HostName {address(1)}\n"  # the documented line is for an operator who has such a name
     )
@@ -267,9 +265,7 @@ def test_a_run_continues_after_a_host_loses_its_network(pod: EmulatedPod, long_r
         pod.run("mend", "2")
 
 
-def test_the_same_command_resumes_a_run_whose_coordinator_was_killed(
-    pod: EmulatedPod, shared: Path, long_run: LongRun
-) -> None:
+def test_the_same_command_resumes_a_run_whose_coordinator_was_killed(pod: Any, shared: Path, long_run: Any) -> None:
     status = f"cd {ROOT} && python -m raypod status --cluster {shared}/{CLUSTER} {long_run.folder}"
     assert "restarts  2" in pod.run("op", "bash", "-c", status)
     pod.run("on", "1", "kill", "-9", str(long_run.state().pid))
@@ -278,9 +274,7 @@ def test_the_same_command_resumes_a_run_whose_coordinator_was_killed(
     assert "from update" in long_run.output()
 
 
-def test_faults_change_neither_data_nor_weights(
-    pod: EmulatedPod, shared: Path, long_run: LongRun, tmp_path: Path
-) -> None:
+def test_faults_change_neither_data_nor_weights(pod: Any, shared: Path, long_run: Any, tmp_path: Path) -> None:
     stop = f"cd {ROOT} && python -m raypod stop --cluster {shared}/{CLUSTER} {long_run.folder}"
     assert "interrupted after update" in pod.run("op", "bash", "-c", stop)
     unproved = [line for line in verify_data.verify(long_run.folder).lines if "NOT PROVED" in line]

@@ -179,6 +179,5 @@ def test_placements_a_kill_and_a_resume_have_the_weights_of_one_instance(
     whole = run(one)
     killed = run(planned(2), [(4, send(signal.SIGKILL, 1))])
     resumed = run(planned(4, resume=f"{one.run_dir}/checkpoints/update-00000005"))
-    assert killed.lost == [(1, "died")]
-    assert resumed.updates == [6, 7, 8, 9, 10]
+    assert (killed.lost, resumed.updates) == ([(1, "died")], [6, 7, 8, 9, 10])
     assert whole.sha256 == killed.sha256 == resumed.sha256

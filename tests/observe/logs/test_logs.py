@@ -62,9 +62,7 @@ def test_all_sources_are_merged_by_time(run: RunFolder, capsys: pytest.CaptureFi
         (["--events", "none", "--tail", "2"], ["first", "one a", "zero c", "zero"]),
     ],
 )
-def test_what_is_shown(
-    run: RunFolder, capsys: pytest.CaptureFixture[str], flags: List[str], expected: List[str]
-) -> None:
+def test_what_is_shown(run: RunFolder, capsys: Any, flags: List[str], expected: List[str]) -> None:
     assert main(["logs", str(run.path), *flags]) == 0
     assert [line.partition(" | ")[2] for line in lines(capsys)] == expected
 
@@ -95,9 +93,7 @@ def test_a_log_without_marks_is_shown_whole_if_it_changed(run: RunFolder, capsys
 
 
 @pytest.mark.parametrize("instances", [5, "ab", None, [None], [{}], [{"instance": "x", "host": "h", "pid": 1}]])
-def test_an_event_with_fields_of_a_wrong_type_is_one_warning(
-    instances: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_event_with_fields_of_a_wrong_type_is_one_warning(instances: object, tmp_path: Path, capsys: Any) -> None:
     folder = RunFolder(tmp_path / "run", Cluster("pod", (Host("head", "127.0.0.1"),)))
     folder.log(0, "zero\n", 110)
     folder.event(120, "run_started", instances=instances)
@@ -163,18 +159,14 @@ def test_the_folder_of_a_launch(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["nowhere"], "does not exist"),
     ],
 )
-def test_a_mistake_is_one_line(
-    run: RunFolder, capsys: pytest.CaptureFixture[str], flags: List[str], message: str
-) -> None:
+def test_a_mistake_is_one_line(run: RunFolder, capsys: Any, flags: List[str], message: str) -> None:
     words = [str(run.path), *flags] if flags[0].startswith("--") else [f"{run.path}/{flags[0]}"]
     assert main(["logs", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines()), message in err) == ("", 1, True)
 
 
-def test_prefixes_have_colours_on_a_terminal_only(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_prefixes_have_colours_on_a_terminal_only(run: RunFolder, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -81,9 +81,7 @@ def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> Non
         (["--bad"], "unknown flag --bad"),
     ],
 )
-def test_mistakes_are_one_line(
-    arguments: List[str], message: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_mistakes_are_one_line(arguments: Any, message: str, run_dir: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(run_dir.parent)
     assert main(["monitor", *arguments]) == 2
     out, error = capsys.readouterr()

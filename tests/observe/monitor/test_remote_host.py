@@ -69,9 +69,7 @@ def test_the_hosts_of_a_cluster_file_with_the_runs_of_their_monitors(use_ssh: An
         ("", "ssh: No such file or directory"),
     ],
 )
-def test_a_host_whose_monitor_fails(
-    use_ssh: Any, script: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_whose_monitor_fails(use_ssh: Any, script: str, problem: str, tmp_path: Path, monkeypatch: Any) -> None:
     use_ssh(script)
     if not script:
         monkeypatch.setenv("PATH", str(tmp_path / "empty"))

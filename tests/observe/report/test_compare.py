@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import List
+from typing import Any, List
 
 import pytest
 
@@ -28,22 +28,17 @@ def two_runs(folder: Path) -> List[str]:
 
 
 @pytest.mark.parametrize("command", ["compare", "report"])
-def test_a_folder_of_runs_is_named_with_the_way(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_runs_is_named_with_the_way(command: str, tmp_path: Path, capsys: Any) -> None:
     two_runs(tmp_path)
     assert main([command, str(tmp_path)]) == 2
     assert f"it contains 2 runs: name them, as in {tmp_path}/*" in capsys.readouterr().err
 
 
-def test_the_table_has_the_settings_that_differ_and_the_results(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_has_the_settings_that_differ_and_the_results(tmp_path: Path, capsys: Any) -> None:
     assert main(["compare", *two_runs(tmp_path)]) == 0
     rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
     table = {row[0].strip(): [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}
-    assert table[""] == ["a", "b"]
-    assert table["training.learning_rate"] == ["0.1", "0.2"]
+    assert (table[""], table["training.learning_rate"]) == (["a", "b"], ["0.1", "0.2"])
     assert "training.execution" not in table
     assert table["training loss, best"] == ["1 (update 2)", "0.5 (update 3)"]
     assert table["training loss, last"] == ["2", "0.5"]
@@ -52,9 +47,7 @@ def test_the_table_has_the_settings_that_differ_and_the_results(
     assert table["test f1, last"] == ["-", "0.3"]
 
 
-def test_a_terminal_gets_as_many_tables_as_the_runs_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_gets_as_many_tables_as_the_runs_need(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     runs = two_runs(tmp_path)
     monkeypatch.setattr(compare, "width_of", lambda stream: 48)
     assert main(["compare", *runs]) == 0
@@ -91,9 +84,7 @@ def test_a_metric_of_unknown_direction_has_no_best_and_paths_do_not_differ() -> 
 
 
 @pytest.mark.parametrize(("words", "message"), [([], "RUN"), (["a"], "two different runs"), (["a", "none"], "none")])
-def test_wrong_words_are_one_line(
-    words: List[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_words_are_one_line(words: Any, message: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     two_runs(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["compare", *words]) == 2

@@ -7,7 +7,7 @@ import json
 import stat
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Dict, Tuple
 
 import pytest
 
@@ -21,7 +21,6 @@ from raypod.observe.status.prometheus import CONTENT_TYPE
 from raypod.observe.status.token_server import Response, TokenServer, read_token
 from raypod.plan import layout
 from raypod.plan.layout import TOKEN_FILE
-from raypod.plan.plan import Plan
 from raypod.runs import run_state
 from raypod.runs.run_view import RunView
 from raypod.system import signals
@@ -59,9 +58,7 @@ def content_of(folder: Path) -> Dict[str, bytes]:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_training_serves_its_state_while_it_runs_and_resumes_with_another_port(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_serves_its_state_while_it_runs_and_resumes_with_another_port(tmp_path: Path, capfd: Any) -> None:
     folder, chosen, seen = tmp_path / "run", free_port(), []  # type: ignore[var-annotated]
 
     def look(event: Event) -> None:
@@ -123,9 +120,7 @@ def test_a_port_in_use_or_a_wrong_one_is_one_line_and_leaves_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_token_is_removed_by_an_exception_and_by_an_abort(
-    make: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_is_removed_by_an_exception_and_by_an_abort(make: Any, tmp_path: Path, monkeypatch: Any) -> None:
     state = run_state.StateFile(tmp_path, RunView(make()))
 
     def fail() -> None:

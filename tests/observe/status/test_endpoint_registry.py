@@ -26,8 +26,7 @@ def test_an_endpoint_is_listed_while_it_is_served(folder: Path) -> None:
         assert (found.run_dir, found.port, found.token) == ("/runs/a", 4711, "secret")
         assert (found.pid, found.uid) == (os.getpid(), os.getuid())
         assert "secret" not in repr(found)
-    assert endpoint.entries() == []
-    assert list(folder.iterdir()) == []
+    assert (endpoint.entries(), list(folder.iterdir())) == ([], [])
 
 
 def changed(path: Path, **values: Any) -> None:

@@ -59,8 +59,7 @@ def train(status: RunStatus, calls: int) -> None:
 
 def test_a_run_before_its_first_update_has_no_unknown_values(status: RunStatus) -> None:
     found = scraped(status)
-    assert found['raypod_phase{phase="starting"}'] == 1
-    assert found["raypod_update_limit"] == 4
+    assert (found['raypod_phase{phase="starting"}'], found["raypod_update_limit"]) == (1, 4)
     assert found['raypod_instance_up{instance="0",host="localhost"}'] == 0
     assert not [name for name in found if "timestamp" in name or "call_seconds" in name or "eta" in name]
 

@@ -10,7 +10,7 @@ import time
 import urllib.parse
 import urllib.request
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional
 
 import pytest
 import yaml
@@ -20,7 +20,6 @@ from raypod.observe.status.prometheus import scrape_response
 from raypod.observe.status.run_status import RunStatus
 from raypod.observe.status.token_server import TokenServer
 from raypod.plan.layout import TOKEN_FILE
-from raypod.plan.plan import Plan
 from raypod.runtime.workers.fleet import Beat
 from tests.support import ROOT
 from tests.support.bounded import wait_until
@@ -82,9 +81,7 @@ def prometheus(folder: Path, port: int) -> Iterator[Prometheus]:
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
-def test_a_run_is_scraped_and_the_alert_about_a_frozen_instance_fires(
-    make: Callable[..., Plan], tmp_path: Path
-) -> None:
+def test_a_run_is_scraped_and_the_alert_about_a_frozen_instance_fires(make: Any, tmp_path: Path) -> None:
     silent_s = 0.0
 
     def beats() -> Dict[int, Beat]:

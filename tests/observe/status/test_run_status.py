@@ -7,8 +7,6 @@ import os
 import pwd
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
-import pytest
-
 from raypod import events
 from raypod.events import CallReport, HeartbeatReport, HostUsage, InstanceLost, InstanceStarted, PhaseBegun
 from raypod.observe.status.run_status import RunStatus, user_name
@@ -62,8 +60,7 @@ def test_a_repaired_run_from_its_start_to_its_end(make: Callable[..., Plan]) -> 
     last = found[-1][1]
     assert (last["update"], last["total_updates"], last["restarts"], last["generation"]) == (4, 4, 1, 2)
     assert last["repaired_unix_s"] >= last["started_unix_s"]
-    assert last["checkpoints"]["saved"] == 1
-    assert last["last_evaluation"]["update"] == 4
+    assert (last["checkpoints"]["saved"], last["last_evaluation"]["update"]) == (1, 4)
     assert last["recent_updates"]["update"] == [1, 2, 3, 4]
     shown = [event["event"] for event in last["events"]]
     assert shown == ["run_started", "instance_lost", "repaired", "checkpoint_saved", "evaluation_done", "run_ended"]
@@ -74,25 +71,20 @@ def test_a_repaired_run_from_its_start_to_its_end(make: Callable[..., Plan]) -> 
     assert last["plan"]["total_updates"] == 4
 
 
-def test_a_snapshot_has_the_heartbeats_the_usage_of_hosts_and_the_user(
-    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_has_the_heartbeats_the_usage_of_hosts_and_the_user(make: Any, monkeypatch: Any) -> None:
     plan = make(training={"updates": 2}, pod={"replicas": 4, "num_instances": 2})
     last = statuses(plan, ScriptedFleet(plan))[-1][1]
     first, second = last["instances"]
     assert (first["activity"], first["calls"], first["waits_for_others"]) == ("in call 1", 1, True)
     assert (first["log_line"], second["log_line"]) == ("last line", None)
     assert (second["activity"], second["calls"], second["heartbeat_age_s"]) == (None, 0, None)
-    assert first["replicas"] == [0, 2]
-    assert second["ipus"] == [2, 2]
+    assert (first["replicas"], second["ipus"]) == ([0, 2], [2, 2])
     monkeypatch.delenv("USER", raising=False)
     assert user_name() == pwd.getpwuid(os.getuid()).pw_name
     assert [usage["cpu_share"] for usage in last["hosts"].values()] == [0.5]
 
 
-def test_an_elastic_run_that_is_rolled_back_shows_nothing_of_the_updates_that_are_repeated(
-    make: Callable[..., Plan],
-) -> None:
+def test_an_elastic_run_that_is_rolled_back_shows_nothing_of_the_updates_that_are_repeated(make: Any) -> None:
     status = RunStatus(make(pod={"replicas": 8, "num_instances": 4, "elastic": True}), dict)
     for number in (4, 5, 6):
         status.on_event(events.UpdateDone(number, 1, {"loss": 1.0 * number, "accuracy": 0.0}, 32 * number, 9.0, 2.0))

@@ -118,8 +118,7 @@ def test_the_token_file_is_private(server: TokenServer, tmp_path: Path) -> None:
     path.write_text("an older, longer token" * 9)
     path.chmod(0o644)
     server.write_token(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert read_token(path) == server.token
+    assert (stat.S_IMODE(path.stat().st_mode), read_token(path)) == (0o600, server.token)
     assert len(server.token) == 64
 
 

@@ -171,9 +171,7 @@ def test_a_tracker_that_fails_everywhere_gets_every_point_once(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("code", [None, 0, 1])
-def test_the_end_of_the_process_of_an_earlier_start_hides_nothing(
-    make: Any, monkeypatch: pytest.MonkeyPatch, code: Optional[int]
-) -> None:
+def test_the_end_of_the_process_of_an_earlier_start_hides_nothing(make: Any, monkeypatch: Any, code: Any) -> None:
     plan, warnings = make(run={"trackers": FAKE, "tracker_timeout_s": 0.001}), []  # type: ignore[var-annotated]
     fakes, was_complete = FakeProcesses(monkeypatch), []  # type: FakeProcesses, List[bool]
     path = companions.path_of(Path(plan.run_dir), FAKE)
@@ -275,8 +273,7 @@ def test_a_tracker_whose_process_is_killed_is_started_again(fake: Path, make: An
         append(run_dir / "metrics.jsonl", update(2))
         assert wait_until(lambda: has_recorded(2))
         running.on_event(RunEnded(2, False, "", None))
-    assert warnings == []
-    assert steps_of(fake, "training/loss") == [1, 2]
+    assert (warnings, steps_of(fake, "training/loss")) == ([], [1, 2])
     assert [line["opened"] for line in lines_of(fake) if "opened" in line] == [None, "first"]
     assert lines_of(fake)[-1]["closed"] == "finished"
 

@@ -203,9 +203,7 @@ def test_a_folder_of_ray_that_other_users_can_use_ends_the_job(tmp_path: Path) -
     assert not list(folder.iterdir())
 
 
-def test_a_wrong_flag_ends_the_job_with_its_line_and_without_a_requeue(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
+def test_a_wrong_flag_ends_the_job_with_its_line_and_without_a_requeue(start: Any, tmp_path: Path) -> None:
     job = start("", "--batch-sice", "8")
     assert job.process.wait(COMMAND_S) == 2, job.output
     assert "unknown flag --batch-sice; did you mean --batch-size" in job.output

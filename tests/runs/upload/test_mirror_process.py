@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,9 +42,7 @@ def test_the_process_uploads_what_it_is_told_and_ends_with_its_input(url: str, t
     assert not different_files(run, tmp_path / "copy")
 
 
-def test_a_process_that_cannot_upload_ends_at_its_limit_and_shows_no_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_cannot_upload_ends_at_its_limit_and_shows_no_secret(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("MY_API_TOKEN", SECRET)
     (tmp_path / SECRET).touch()  # no folder
     run = write_run(tmp_path / "run")
@@ -56,9 +55,7 @@ def test_a_process_that_cannot_upload_ends_at_its_limit_and_shows_no_secret(
     assert not [path for path in run.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
-def test_a_training_continues_on_another_host_from_the_storage(
-    url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_continues_on_another_host_from_the_storage(url: str, tmp_path: Path, capfd: Any) -> None:
     whole, cut, again = tmp_path / "whole", tmp_path / "cut", tmp_path / "again"
     flags = [*FLAGS, "--checkpoint-every", "10 updates"]
     assert train.main([*flags, "--updates", "40", "--run-dir", str(whole)]) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Callable, List
+from typing import Any, Callable, List
 
 import pytest
 
@@ -46,9 +46,7 @@ def resume(stored: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> C
     return run
 
 
-def test_commands_read_a_run_on_a_storage(
-    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_read_a_run_on_a_storage(stored: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["verify-data", f"file://{stored}"]) == 0
     assert "proved: 4 updates" in capfd.readouterr().out
@@ -89,9 +87,7 @@ def test_a_damaged_checkpoint_on_the_storage_is_passed_over(
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "index.json", "evaluations.jsonl"])
-def test_a_damaged_file_on_the_storage_is_named_and_not_used(
-    stored: Path, resume: Callable[..., str], name: str
-) -> None:
+def test_a_damaged_file_on_the_storage_is_named_and_not_used(stored: Path, resume: Any, name: str) -> None:
     (stored / name).write_bytes((stored / name).read_bytes()[:-3])
     assert f"warning: {name} on file://{stored} is missing or damaged" in resume(*FLAGS)
 
@@ -154,9 +150,7 @@ def test_the_files_of_a_folder_stay_if_no_checkpoint_on_the_storage_is_valid(
     assert {name: (new / name).read_bytes() for name in before} == before
 
 
-def test_the_same_command_continues_where_the_host_is_newer(
-    resume: Callable[..., str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_command_continues_where_the_host_is_newer(resume: Any, tmp_path: Path, capfd: Any) -> None:
     resume()
     (tmp_path / "new" / "storage.json").write_bytes(b"")  # after a loss of power
     err = resume("--updates", "6")
@@ -181,9 +175,7 @@ def test_a_run_that_cannot_resume_leaves_nothing(
     assert sorted(stored.rglob("*")) == before
 
 
-def test_what_was_restored_is_removed_if_the_pod_cannot_run_it(
-    resume: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_restored_is_removed_if_the_pod_cannot_run_it(resume: Any, tmp_path: Path, monkeypatch: Any) -> None:
     def no_pod(*arguments: object) -> None:
         raise ClusterError("the pod has no hosts")
 

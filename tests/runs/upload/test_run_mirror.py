@@ -79,9 +79,7 @@ def test_a_run_is_mirrored_as_its_lines_and_checkpoints_come(run: Path, url: str
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [1, 4]), (2, [1, 3, 4]), (9, [1, 2, 3, 4])])
-def test_retention_keeps_the_newest_and_the_best(
-    run: Path, url: str, tmp_path: Path, keep: int, kept: List[int]
-) -> None:
+def test_retention_keeps_the_newest_and_the_best(run: Path, url: str, tmp_path: Path, keep: int, kept: Any) -> None:
     for update, accuracy in ((1, 90.0), (2, 10.0), (3, 20.0)):
         save(run, update, accuracy=accuracy)
     mirror(run, url, kept=Retention(keep, ACCURACY))

@@ -234,9 +234,7 @@ def test_wrong_keys_of_sftp(sftp: Place, tmp_path: Path, wrong: str, words: str)
     assert words in refused(write_run(tmp_path / "run"), sftp.url).error
 
 
-def test_an_unreachable_sftp_server_is_a_failure_not_a_users_mistake(
-    sftp: Place, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreachable_sftp_server_is_a_failure_not_a_users_mistake(sftp: Place, tmp_path: Path, capfd: Any) -> None:
     Store(f"{sftp.url}/run").write_bytes("index.json", b"{}")
     sftp.server.kill()
     assert train.main(["--resume", f"{sftp.url}/run", "--run-dir", str(tmp_path / "run")]) == 1
