@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, List
+from typing import Any, List, NoReturn
 
 import pytest
 
+from raypod import errors
 from raypod.__main__ import main
 from raypod.cli import table
+from raypod.errors import ConfigError, Preempted, RunError, as_utf8, summarize_exception
+from raypod.runtime.workers.fleet import FleetBroken
+from raypod.system.command_line import FlagParser, counted, format_table, nearest, report_errors, suggestion
 from tests.support.run_folders import write_run
 
 LIGHT = ["--help", "version --help", "logs --help", "status --help", "verify-data --help"]
@@ -130,3 +136,191 @@ def test_deeply_nested_files_of_a_run_folder_are_damaged_files(words: str, tmp_p
     (folder / "config.yaml").write_text(f"task: {deep}\n")
     assert main(words.format(folder).split()) == code or words.startswith("train")
     capfd.readouterr()
+
+
+ROWS = [("host", "IPUs"), ("a", "0..15"), ("long-name", "16")]
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("no"), 2), (RunError("no"), 1), (KeyboardInterrupt(), 130)])
+def test_an_error_is_one_line_and_an_exit_code(error: BaseException, code: int, capsys: Any) -> None:
+    def command() -> NoReturn:
+        raise error
+
+    assert report_errors(command) == code
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_an_error_that_a_full_disk_does_not_take_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command() -> NoReturn:
+        raise Preempted("the machine is taken away", 99)
+
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        assert report_errors(command) == 99
+        full.flush()  # as Python does at its end, which would change the exit code
+
+
+@pytest.mark.parametrize(
+    ("encoding", "errors"), [("utf-8", "strict"), ("ascii", "strict"), ("ascii", "surrogateescape")]
+)
+def test_names_that_the_encoding_does_not_have_are_printed(monkeypatch: Any, encoding: str, errors: str) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding, errors))
+
+    def command() -> int:
+        print("caf\udce9 2 × 3")  # noqa: T201
+        return 0
+
+    assert report_errors(command) == 0
+    assert written.getvalue().endswith(b" 3\n")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_an_error_shows_bytes_that_are_not_utf8_as_messages_do(monkeypatch: Any, encoding: str) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(written, encoding, "backslashreplace"))
+
+    def command() -> int:
+        raise ConfigError("caf\udce9 does not exist")
+
+    assert report_errors(command) == 2
+    assert written.getvalue().endswith(b"caf\\xe9 does not exist\n")
+
+
+def test_text_with_bytes_that_are_not_utf8_becomes_readable() -> None:
+    assert as_utf8("caf\udce9 é \ud800") == "caf\\xe9 é \\ud800"
+    assert summarize_exception(OSError("caf\udce9")) == "OSError: caf\\xe9"
+
+
+def test_a_wrong_flag_is_a_config_error() -> None:
+    parser = FlagParser(prog="test")
+    parser.add_argument("--count", type=int)
+    with pytest.raises(ConfigError, match=r"--count: invalid int value: 'x' \(test --help lists all flags\)"):
+        parser.parse_args(["--count", "x"])
+
+
+def test_similar_names_are_suggested() -> None:
+    assert nearest("spead", ["spread", "speed", "other"], count=2) == ["spread", "speed"]
+    assert suggestion("spead", ["speed", "other"]) == "; did you mean speed?"
+    assert suggestion("zzz", ["speed", "other"]) == "; known: speed, other"
+    assert nearest("--lr", ["--lrs", "--learning-rate"], count=2) == ["--learning-rate", "--lrs"]
+    assert nearest("lr", ["lrs", "speed"]) == ["lrs"], "a command without that flag"
+
+
+def test_a_noun_is_plural_unless_there_is_one() -> None:
+    assert [counted(number, "host") for number in (0, 1, 2)] == ["0 hosts", "1 host", "2 hosts"]
+
+
+def test_a_table_has_aligned_columns() -> None:
+    assert format_table(ROWS) == ["host       IPUs", "a          0..15", "long-name  16"]
+    assert format_table(ROWS[:2], least_widths=(6,), separator=" ") == ["host   IPUs", "a      0..15"]
+    edge = "+------+-------+"
+    assert format_table(ROWS[:2], boxed=True) == [edge, "| host | IPUs  |", edge, "| a    | 0..15 |", edge]
+
+
+def test_the_last_column_of_a_table_is_folded_to_the_width_of_a_terminal() -> None:
+    path = "/a/path/that-is-longer-than-the/terminal"
+    rows = [("a", "b", "one two three four five"), ("aa", "bb", path), ("", "", "")]
+    lines = ["a   b   one two three four", "        five", f"aa  bb  {path}", ""]
+    assert format_table(rows, width=28) == lines
+    assert format_table(rows, width=1) == format_table(rows, width=28)  # no column is narrower than a few words
+    assert format_table(rows) == format_table(rows, width=80)
+
+
+def every_class(base: type = errors.RaypodError) -> list[type]:
+    return [base, *(each for child in base.__subclasses__() for each in every_class(child))]
+
+
+EXAMPLES = {
+    errors.DataUnreadable: errors.DataUnreadable(3, "h1", 60.0, "OSError: [Errno 116] Stale file handle"),
+    errors.InstanceFailed: errors.InstanceFailed(3, "h1", "it died", "logs/instance-3.log"),
+    errors.FunctionFailed: errors.FunctionFailed(3, "h1", "ValueError: x", "", "Traceback"),
+    errors.ProgramFailed: errors.ProgramFailed(3, "h1", "exit code 4", "logs/instance-3.log", 4),
+    FleetBroken: FleetBroken((), "rank 1 has lost rank 0"),
+    errors.CollectiveBroken: errors.CollectiveBroken(1, "the barrier: lost the connection"),
+    errors.DeviceFailed: errors.DeviceFailed(1, "the call: RecoverableError", "IPU_RESET"),
+    errors.HostLost: errors.HostLost("h1", (2, 3), "no answer", "logs"),
+    errors.PeerLost: errors.PeerLost(1, "h2", 0, "h1", "it closed the connection"),
+    errors.WaitTimedOut: errors.WaitTimedOut("the actors", 5.0, "run.start_timeout_s"),
+    errors.CheckpointDamaged: errors.CheckpointDamaged("checkpoints/update-00000044", "it ends too early"),
+    errors.CheckpointNotSaved: errors.CheckpointNotSaved("checkpoints/update-00000044", "No space left", "make room"),
+    errors.LossNotFinite: errors.LossNotFinite(float("inf"), 43, 44, "go on from update-00000022"),
+    errors.WeightsDiffer: errors.WeightsDiffer({0: "aa", 1: "bb"}),
+    errors.LeaseHeld: errors.LeaseHeld("runs/a", "pid 7 on host h1", "--take-over ends it"),
+    errors.FolderLost: errors.FolderLost("runs/a"),
+    errors.LeaseLost: errors.LeaseLost("runs/a", "pid 8 on host h2"),
+}
+
+
+@pytest.mark.parametrize("kind", every_class(), ids=lambda kind: kind.__name__)
+def test_every_error_can_be_pickled_and_has_an_exit_code(kind: type) -> None:
+    error = EXAMPLES.get(kind) or kind("what happened")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (kind, str(error), vars(error))
+    of_program = kind is errors.ProgramFailed
+    assert error.exit_code == (4 if of_program else 2 if issubclass(kind, errors.UserError) else 1)
+
+
+def test_the_message_names_instance_host_cause_and_log() -> None:
+    text = "instance 3 on host h1 failed: it died; its log: logs/instance-3.log"
+    assert str(EXAMPLES[errors.InstanceFailed]) == text
+
+
+def test_an_exception_is_summarized_in_one_line_with_its_class() -> None:
+    text = "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File x\n"
+    for error, summary in (
+        (ValueError("no sample\n  7"), "ValueError: no sample 7"),
+        (pickle.PicklingError("x"), "_pickle.PicklingError: x"),
+        (ValueError(f"{text}ValueError: no sample 7\n"), "ValueError: no sample 7 (in DataLoader worker process 0)"),
+    ):
+        assert errors.summarize_exception(error) == summary
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the script of bash, in a process that shows what it imports."""
+    file = tmp_path_factory.mktemp("completion") / "raypod.bash"
+    code = (
+        "import sys; from raypod.__main__ import main; main(['completion', 'bash']); "
+        "print(sorted({'torch', 'ray'} & set(sys.modules)), file=sys.stderr)"
+    )
+    with file.open("wb") as out:
+        words = [sys.executable, "-c", code]
+        ended = subprocess.run(words, stdout=out, stderr=subprocess.PIPE, timeout=60, check=True)
+    assert ended.stderr == b"[]\n"
+    return file
+
+
+_COMPLETE = """
+source "$1"; shift
+COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+name=$(complete -p raypod); name=${name#*-F }
+${name% *} raypod "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"
+printf "%s\\n" "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("raypod tr", ["train"]),
+        ("raypod train --num-i", ["--num-instances", "--num-ipus"]),
+        ("raypod train --precision ", ["16.16", "16.32", "32.32"]),
+        ("raypod train --data-dir fo", ["folder"]),
+        ("raypod train --cluster fi", ["file.yaml"]),
+        ("raypod plan --js", ["--json"]),
+        ("raypod launch --print-topology ", ["yes", "no"]),
+        ("raypod report fo", ["folder"]),
+    ],
+)
+def test_bash_completes(processes: None, line: str, offered: List[str], script: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file.yaml").touch()
+    shell = ["bash", "--norc", "-c", _COMPLETE, "bash", str(script), *line.split(" ")]
+    ended = subprocess.run(shell, stdout=subprocess.PIPE, cwd=str(tmp_path), timeout=30, check=True)
+    assert ended.stdout.decode().split() == offered
+
+
+def test_a_wrong_shell_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bsah"]) == 2
+    assert capsys.readouterr().err == "raypod: error: completion bsah: no such shell; did you mean bash?\n"

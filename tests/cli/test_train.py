@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
+import poptorch
 import pytest
 import torch
 
 from raypod import train
 from raypod.__main__ import main
+from raypod.cli.lr_range import curve, factor, suggested
+from raypod.cli.table import COMMANDS
 from raypod.errors import WeightsDiffer
 from raypod.events import EvaluationDone, Event, RunEnded, UpdateDone
 from raypod.plan.plan import Plan
@@ -20,6 +26,7 @@ from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.run_state import StateFile
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.inline import InlineFleet
+from raypod.system import sdk
 from raypod.training.checkpoint import resume, writer
 from tests.support import ROOT
 
@@ -260,3 +267,94 @@ def test_a_nonfinite_loss_ends_the_run_and_keeps_the_checkpoints_before(tmp_path
     code, _ = command(tmp_path / "on", *flags, "--on-nonfinite", "continue")
     assert code == 0
     assert capsys.readouterr().out.count("warning: the loss became") == 1
+
+
+RANGE = ["--fleet", "inline", "--device", "emulated", "--model", "tiny"]
+
+
+def test_the_rate_grows_by_the_same_factor_and_a_tenth_of_the_best_one_is_suggested() -> None:
+    rates = [10 * factor(update, 61) for update in range(61)]
+    assert (rates[0], rates[30], rates[-1]) == pytest.approx((1e-5, 1e-2, 10.0))
+    losses = [2.3 - 2 / (1 + math.exp(-4 * (math.log10(rate) + 2))) + (rate if rate > 1 else 0) for rate in rates]
+    found = suggested(curve(list(zip(rates, losses))))
+    assert found is not None
+    lowest = rates[losses.index(min(losses))]
+    assert lowest / 10 <= found <= lowest / 3  # smoothing delays it
+
+
+def test_nothing_is_suggested_for_a_loss_that_does_not_fall() -> None:
+    assert suggested(curve([(10.0**-update, 1.0) for update in range(20)])) is None
+    assert suggested(curve([(0.1, math.nan), (None, 1.0), (0.2, 1.0)])) is None
+
+
+def test_the_command_writes_the_curve_and_prints_a_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["lr-range", *RANGE, "--updates", "60", "--batch-size", "32", "--run-dir", str(tmp_path / "run")]
+    assert main(words) == 0
+    *_, result, place = capsys.readouterr().out.splitlines()
+    assert place == f"Curve: {tmp_path / 'run' / 'lr-range.csv'}"
+    rows = list(csv.DictReader((tmp_path / "run" / "lr-range.csv").read_text().splitlines()))
+    assert float(rows[0]["learning_rate"]) == pytest.approx(1e-5)
+    assert float(rows[1]["learning_rate"]) == pytest.approx(1e-5 * 1e6 ** (1 / 59))
+    rate = float(result.rpartition("--learning-rate ")[2])
+    assert 1e-3 < rate < 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lr-schedule", "step"], "omit --lr-schedule"),
+        (["--resume", "runs/x"], "lr-range begins at the first update: omit --resume"),
+        (["run.resume=runs/x"], "lr-range begins at the first update: omit --resume"),
+        (["--detach"], "omit --detach"),
+        (["--updatse", "5"], "did you mean --updates?"),
+    ],
+)
+def test_wrong_words_are_one_line(words: List[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lr-range", *RANGE, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+COMPILE = ["--dataset", "synthetic", "--model", "tiny", "--samples", "64", "--batch-size", "2"]
+
+
+def test_training_and_evaluation_are_compiled_without_a_device(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    types: List[Any] = []
+
+    def offline(options: Any, ipu_version: int = 2) -> Any:
+        types.append((ipu_version, options.replication_factor))
+        return options.connectionType(poptorch.ConnectionType.Never)
+
+    monkeypatch.setattr(poptorch.Options, "useOfflineIpuTarget", offline)
+    assert COMMANDS["compile"].run([*COMPILE, "--device", "emulated", "--replicas", "4", "--num-instances", "2"]) == 0
+    assert types == [(2, 2)] * 2
+    text = capsys.readouterr().out
+    assert "training compiled in " in text
+    assert "evaluation compiled in " in text
+    assert "IPU 0  [" in text
+    assert text.rstrip().endswith("Executables are kept nowhere: the emulated SDK compiles at each start, in seconds")
+
+
+def test_on_a_host_with_the_sdk_another_process_prints_the_estimate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: List[List[str]] = []
+    paths: List[Any] = []
+    installed = sdk.Sdk("ipu", "the SDK")
+    monkeypatch.setattr(sdk, "sdk_for_programs", lambda device: (installed, ()))
+    monkeypatch.setattr(sdk, "select_offline", lambda: installed)
+    codes = [0, 2]
+
+    def start(words: List[str], check: bool, timeout: float) -> Any:
+        started.append(words)
+        return subprocess.CompletedProcess(words, codes.pop(0))
+
+    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(poptorch.Options, "enableExecutableCaching", lambda options, path: paths.append(path))
+    cache = str(tmp_path / "cache")
+    assert COMMANDS["compile"].run([*COMPILE, "--executable-cache-path", cache]) == 0
+    assert [words[1:5] for words in started] == [["-m", "raypod", "plan", "--memory"]]
+    assert set(paths) == {cache}
+    assert capsys.readouterr().out.rstrip().endswith(f"Executables are kept in {cache}")
+    assert COMMANDS["compile"].run([*COMPILE, "--executable-cache-path", cache]) == 2  # as the plan, which says why
+    assert "compiled in " not in capsys.readouterr().out

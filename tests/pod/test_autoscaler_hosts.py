@@ -13,7 +13,6 @@ from raypod.pod import autoscaler_hosts
 from raypod.pod.autoscaler_hosts import ADD, AGAIN, KEEP, change
 
 HEAD, FIRST, SECOND, THIRD = (f"10.0.0.1{last}" for last in range(1, 5))
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own code leaves files to the garbage collector
 TAGS = {"ray-node-type": "worker", "ray-node-status": "uninitialized"}  # of a worker that the autoscaler will start
 
 
@@ -45,6 +44,7 @@ def entries(state: Path) -> Dict[str, Any]:
     return dict(json.loads(state.read_text()))
 
 
+@pytest.mark.filterwarnings("ignore")  # Ray's own code leaves files to the garbage collector
 def test_a_running_autoscaler_starts_a_host_that_was_added_to_the_file(provider: Any, state: Path) -> None:
     provider.create_node({}, dict(TAGS), 1)  # what it does for a file with one more worker
     assert workers(provider) == [FIRST]
@@ -58,6 +58,7 @@ def test_a_running_autoscaler_starts_a_host_that_was_added_to_the_file(provider:
     assert sorted(path.name for path in state.parent.iterdir()) == ["cluster-pod.lock", "cluster-pod.state"]
 
 
+@pytest.mark.filterwarnings("ignore")  # Ray's own code leaves files to the garbage collector
 def test_a_host_that_was_replaced_in_the_file_is_forgotten_before_its_number_changes(
     provider: Any, state: Path
 ) -> None:
@@ -70,6 +71,7 @@ def test_a_host_that_was_replaced_in_the_file_is_forgotten_before_its_number_cha
     assert provider.node_tags(HEAD)["ray-node-type"] == "head"
 
 
+@pytest.mark.filterwarnings("ignore")  # Ray's own code leaves files to the garbage collector
 def test_a_host_whose_start_has_failed_is_started_again(provider: Any, state: Path) -> None:
     """Under a name that the autoscaler has not seen: it starts each name once."""
     change(state, ADD, [FIRST, SECOND, THIRD])
@@ -89,17 +91,20 @@ def test_a_host_whose_start_has_failed_is_started_again(provider: Any, state: Pa
     assert again in workers(provider)
 
 
+@pytest.mark.filterwarnings("ignore")  # Ray's own code leaves files to the garbage collector
 def test_an_autoscaler_that_blocks_itself_is_named(provider: Any, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autoscaler_hosts, "_LOCK_S", 0.2)
     with provider.state.file_lock, pytest.raises(TimeoutError, match="held the lock .*filelock<3.11"):
         change(state, ADD, [FIRST, SECOND])
 
 
+@pytest.mark.filterwarnings("ignore")  # Ray's own code leaves files to the garbage collector
 def test_without_an_autoscaler_nothing_is_written(state: Path) -> None:
     assert change(state, ADD, [FIRST]) == {"failed": []}
     assert not state.parent.exists()
 
 
+@pytest.mark.filterwarnings("ignore")  # Ray's own code leaves files to the garbage collector
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 def test_the_folder_of_another_user_is_not_used(provider: Any, state: Path) -> None:
     os.chown(str(state.parent), 7, -1)

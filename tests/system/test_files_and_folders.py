@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import errno
+import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, List
+from typing import Any, Callable, Dict, List
 
 import pytest
 
 from raypod.errors import WaitTimedOut
-from raypod.system import files
+from raypod.observe.status.launch_status import LaunchFile
+from raypod.observe.trackers.companions import TrackerRecord
+from raypod.runs import run_state
+from raypod.runs.run_view import RunView
+from raypod.runs.upload.mirror_record import MirrorRecord
+from raypod.system import companion, files, log_files
 from raypod.system.files import create_folder, create_numbered_folder, remove_empty
+from raypod.system.log_files import LastLine, LogTimes, Mark, offset_at, read_marks, time_of, times_file
 from raypod.system.private import make_private
+from raypod.system.remote.errors import StorageError
+from raypod.system.remote.store import Digests, Store, checksum_in
 from tests.support.faulty_disks import FlushedFiles
+from tests.support.faulty_runs import plan_for
+from tests.support.mirrored_runs import faults
 
 
 def test_a_created_folder_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,3 +261,148 @@ def test_json_with_too_many_levels_is_no_json(text: str) -> None:
 )
 def test_brackets_in_strings_and_beside_each_other_are_no_levels(text: str) -> None:
     assert files.parse_json(text) == files.parse_json(text.encode()) == json.loads(text)
+
+
+Write = Callable[[Path], Any]
+FAIL: Dict[str, Write] = {
+    "replace_file": lambda folder: files.replace_file(folder / "file", b""),
+    "new_file": lambda folder: files.new_file(folder / "new").__enter__(),
+    "make_folder": lambda folder: files.make_folder(folder / "logs"),
+    "AppendOnlyFile": lambda folder: files.AppendOnlyFile(folder / "lines"),
+    "file_lock": lambda folder: files.file_lock(folder / "lock", 1.0, "").__enter__(),
+    "keep_beginning": lambda folder: files.keep_beginning(folder / "file", 1),
+    "remove_folder": lambda folder: files.remove_folder(folder / "old"),
+    "rename_folder": lambda folder: files.rename_folder(folder / "old", folder / "new"),
+    "the log of a mirror": lambda folder: companion.start_module("os", [], folder / "storage.log"),
+    "storage.json": lambda folder: companion.write_state(folder / "storage.json", MirrorRecord()),
+    "a tracker's memory": lambda folder: companion.write_state(folder / "trackers" / "x.json", TrackerRecord()),
+}
+
+
+@pytest.mark.parametrize("name", FAIL)
+def test_what_writes_fails_below_a_lost_mount_point(name: str, tmp_path: Path) -> None:
+    folder, below = tmp_path / "run", {"file": b"abc", "old/file": b""}
+    folder.mkdir()
+    with files.held(folder):
+        files.replace_file(folder / "file", b"here")
+        folder.rename(tmp_path / "unmounted")
+        (folder / "old").mkdir(parents=True)
+        for path, content in below.items():
+            (folder / path).write_bytes(content)
+        with pytest.raises(OSError, match="not there any more") as caught:
+            FAIL[name](folder)
+        assert caught.value.errno == errno.ESTALE
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert found == below
+    files.replace_file(folder / "file", b"released")
+
+
+def test_the_states_of_runs_and_launches_and_the_times_of_logs_are_not_written_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_state, "_WRITE_INTERVAL_S", 0.0)
+    folder, log = tmp_path / "run", tmp_path / "log"
+    folder.mkdir()
+    log.write_text("a line\n")
+    times = LogTimes(folder / "log")
+    state = run_state.StateFile(folder, RunView(plan_for(tmp_path)))
+    with files.held(folder), state, LaunchFile(folder, ["true"], ["a"]):
+        folder.rename(tmp_path / "unmounted")
+        folder.mkdir()
+        os.link(str(log), str(folder / "log"))
+        times.mark()
+    assert [path.name for path in folder.iterdir()] == ["log"]
+    assert run_state.read(tmp_path / "unmounted") is not None
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "instance-0.log"
+
+
+def test_marks_hold_the_sizes_of_the_log_some_time_apart(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(log_files.time, "monotonic", lambda: clock[0])
+    times = LogTimes(log)
+    times.mark()  # the log does not exist
+    assert not times_file(log).exists()
+    for step, size in enumerate((1, 2, 3, 4, 5, 5, 5, 5, 5, 6, 7, 8, 9)):
+        log.write_bytes(b"x" * size)
+        clock[0] = 100.0 + 0.5 * step
+        times.mark()
+    assert [mark.size_bytes for mark in read_marks(log)] == [1, 5, 9]  # none while it does not grow
+    assert times_file(log).name == "instance-0.times"
+
+
+def test_marks_that_cannot_be_written_or_read_are_left_out(log: Path) -> None:
+    log.write_bytes(b"x")
+    times_file(log).mkdir()
+    LogTimes(log).mark()
+    assert read_marks(log) == []
+    times_file(log).rmdir()
+    times_file(log).write_bytes(b"no mark\n5 10\n7 \n\xff 3\n9 4\n")  # the log was truncated between 5 and 9
+    assert read_marks(log) == [Mark(9.0, 4)]
+
+
+def test_offsets_and_times() -> None:
+    marks = [Mark(10.0, 100), Mark(20.0, 200)]
+    assert [offset_at(marks, at_s) for at_s in (9.0, 10.0, 15.0, 25.0)] == [0, 100, 100, 200]
+    assert [time_of([100, 200], marks, offset) for offset in (1, 100, 101, 200, 201)] == [10.0, 10.0, 20.0, 20.0, None]
+    assert (offset_at([], 5.0), time_of([], [], 5)) == (0, None)
+
+
+def test_lines_of_an_earlier_process_and_blank_lines_do_not_count(log: Path) -> None:
+    log.write_text("RuntimeError: of the process before\n")
+    last = LastLine(log)
+    assert last.read() is None
+    with log.open("a") as file:
+        file.write("one\ntwo\n\n  \n")
+    assert (last.read(), last.read()) == ("two", "two")
+    with log.open("a") as file:
+        file.write("\n" * 10_000)
+    assert last.read() == "two"
+    last.forget()
+    assert last.read() is None
+
+
+def test_the_last_line_of_a_log(log: Path) -> None:
+    last = LastLine(log)
+    assert last.read() is None  # there is no file
+    for content, line in (
+        (b"begun\n  half of", "half of"),  # without its end
+        (b"begun\n  half of it\n 10%\r 20%\r", "20%"),
+        (b"a" * 100_000 + b"\n", "a" * 500),
+        (b"\xff short\n", "\ufffd short"),  # truncated before
+        (b"", None),
+        (b"one\n", "one"),
+    ):
+        log.write_bytes(content)
+        assert last.read() == line
+    log.unlink()
+    assert last.read() is None
+
+
+def test_an_upload_is_read_back_where_the_storage_has_no_checksum(tmp_path: Path) -> None:
+    def garble(operation: str, path: str) -> None:
+        if operation == "close":
+            Path(path).write_bytes(b"garbled")
+
+    with faults(garble), pytest.raises(StorageError, match="another content on the storage"):
+        Store(f"file://{tmp_path}/remote").write_bytes("name", b"1234567")
+
+
+@pytest.mark.parametrize("size", [0, 1, 9, 10, 11, 20, 25])
+def test_checksums_of_objects(size: int) -> None:
+    data = bytes(range(size))
+    digests = Digests(10)
+    for first in range(0, size, 3):
+        digests.add(data[first : first + 3])
+    whole = hashlib.md5(data)
+    parts = [hashlib.md5(data[first : first + 10]).digest() for first in range(0, size, 10)]
+    combined = f"{hashlib.md5(b''.join(parts)).hexdigest()}-{len(parts)}"
+    assert checksum_in({"ETag": f'"{whole.hexdigest().upper()}"'}) in digests.checksums
+    assert checksum_in({"md5Hash": base64.b64encode(whole.digest()).decode()}) in digests.checksums
+    assert checksum_in({"ETag": f'"{combined}"'}) in digests.checksums
+    assert checksum_in({"ETag": '"0-1"'}) not in digests.checksums
+    assert checksum_in({"size": 1}) is None
+    assert digests.sha256 == hashlib.sha256(data).hexdigest()
