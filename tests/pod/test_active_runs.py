@@ -300,7 +300,6 @@ def test_rays_launcher_starts_a_head_that_runs_not_again(
             started.append(ray_start_commands)
 
         def start(self) -> None: ...
-
         def join(self) -> None: ...
 
     def create_node(provider: Any, *arguments: Any) -> None:

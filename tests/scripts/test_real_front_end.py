@@ -57,7 +57,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_have_the_names_and_types_of_the_sources(tmp_path: Path) -> None:
     (tmp_path / "source.cpp").write_text(OPTIONS)
     options = session_options.SessionOptions(tmp_path / "source.cpp")
-
     options.check(
         {
             "use_model": True,
@@ -77,23 +76,19 @@ def test_options_have_the_names_and_types_of_the_sources(tmp_path: Path) -> None
 )
 def test_an_unknown_option_or_type_is_an_error(tmp_path: Path, name: str, value: Any) -> None:
     (tmp_path / "source.cpp").write_text(OPTIONS)
-
     with pytest.raises(ValueError, match="(?i)unknown"):
         session_options.SessionOptions(tmp_path / "source.cpp").check({name: value})
 
 
 def test_operators_have_the_schemas_of_the_sources(tmp_path: Path) -> None:
     (tmp_path / "source.cpp").write_text(OPERATORS)
-
     schemas = session_options.operators(tmp_path / "source.cpp")
-
     assert schemas == ["begin_ipu_block(int stage_id, int ipu_id) -> ()", "nop(Tensor self) -> Tensor"]
 
 
 def test_a_device_has_one_holder() -> None:
     first, second = Device(0), Device(0)
     first.attach()
-
     with pytest.raises(device.Error, match="Failed to acquire device Id 0"):
         second.attach()
     first.detach()
@@ -111,10 +106,8 @@ def test_the_loss_of_a_peer_ends_the_call_as_the_fault_says(fault: str, monkeypa
     monkeypatch.setenv("FRONT_END_RECOVERY_ACTION", "PARTITION_RESET")
     for name in ("Error", "RecoverableError", "UnrecoverableError"):  # PopTorch exports those of its core
         monkeypatch.setattr(f"poptorch.{name}", getattr(device, name))
-
     with pytest.raises(device.Error) as raised:
         Device.fail("instance 1 is lost")
-
     assert caused_by_peer(raised.value)
     assert getattr(raised.value, "recovery_action", "") == ("PARTITION_RESET" if fault in ("raise", "unusable") else "")
     if fault in ("raise", "hang"):
@@ -132,9 +125,7 @@ def test_a_broken_partition_works_after_its_reset(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(device.RecoverableError) as raised:
             access()
         assert raised.value.recovery_action == "PARTITION_RESET"
-
     device.broken_partition().unlink()
-
     attached = Device(0)
     attached.attach()
     attached.detach()
@@ -145,7 +136,6 @@ def test_a_dead_peer_ends_a_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     place = tmp_path / "host-1-training-0"
     place.mkdir()
     (place / "1.pid").write_text("999999999")
-
     with pytest.raises(device.RecoverableError, match="instance 1 is lost"):
         Peers(0, 2, "training").load()
 
@@ -157,9 +147,7 @@ def test_instances_add_in_the_order_of_ranks(tmp_path: Path, monkeypatch: pytest
     for step, value in ((1, 0.0), (2, 3.0)):
         torch.save([torch.full((1,), value)], place / f"1-{step}")
     peers = Peers(0, 2, "training")
-
     peers.load()
-
     assert peers.sum([torch.full((1,), 2.0)]) == [torch.full((1,), 5.0)]
     assert not (place / "0-1").exists(), "the sum before remains"
 
@@ -183,12 +171,10 @@ def test_optimizers_update_as_those_of_torch(number: int, torch_class: Any) -> N
         "groups": [{name: (value, False) for name, value in group.items()}],
     }
     optimizer = DeviceOptimizer(values, {0: ["w"]}, {"w": own})
-
     for gradient in (torch.tensor([0.5, 1.0]), torch.tensor([-1.0, 2.0])):
         other.grad = gradient.clone()
         expected.step()
         optimizer.step({"w": own}, {"w": gradient})
-
     torch.testing.assert_close(own, other.detach())
 
 
@@ -215,9 +201,7 @@ def test_a_row_counts_attaches_and_bytes(tmp_path: Path) -> None:
     run = _run(tmp_path, losses=[3.0, 2.0, 1.0])
     events = [{"event": "attach", "bytes": 0}, {"event": "execute", "bytes": 1000}, {"event": "attach", "bytes": 0}]
     (run.state / "log-1.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-
     line = real_front_end.line("default", front_end_rows.Outcome(run, "", 2e-5))
-
     assert line.split()[1:] == ["0", "yes", "2e-05", "2", "1,000", "none"]
 
 
@@ -225,14 +209,12 @@ def test_the_difference_of_weights_is_a_part_of_their_length(tmp_path: Path) -> 
     first, second = (_run(tmp_path / name, losses=[]) for name in ("a", "b"))
     _write_weights(first, 4, [3.0, 4.5])
     _write_weights(second, 4, [3.0, 4.0])
-
     assert front_end_runs.difference(first, second) == pytest.approx(0.1)
     assert front_end_runs.difference(first, second, update=8) is None
 
 
 def test_each_difference_of_session_options_needs_an_explanation() -> None:
     explained: Dict[str, Any] = dict.fromkeys(compare_options.EXPLAINED, 1)
-
     assert compare_options.report({**explained, "random_seed": 42}, {"random_seed": 42}) == 0
     assert compare_options.report({**explained, "random_seed": 42}, {"random_seed": 43}) == 1
     assert compare_options.report(explained, {"output_mode": 1}) == 1, "the explanation has no difference any more"
@@ -242,9 +224,7 @@ def test_options_are_kept_with_those_of_the_environment(tmp_path: Path, monkeypa
     run = _run(tmp_path, losses=[])
     monkeypatch.setenv("FRONT_END_FOLDER", str(run.state))
     monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", '{"opt.a": "1"}')
-
     device.keep_options({"patterns": {"TiedGather": True}, "engineOptions": {"opt.a": "0", "opt.b": "2"}}, {}, True)
-
     kept = {"patterns.TiedGather": True, "engineOptions.opt.a": "1", "engineOptions.opt.b": "2"}
     assert run.options() == kept
 

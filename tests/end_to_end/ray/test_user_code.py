@@ -56,7 +56,6 @@ def test_data_that_cannot_be_read_costs_no_state(session: Any, folder: Path, und
     (repair,) = outcome.repairs
     assert Path(repair.seeded_from).name == f"update-{repair.update:08d}"
     assert repair.update == 16
-
     lasting = plan_of(folder, "lasting", checkpoint_every="60 updates", read_retry_s=0.5)
     with pytest.raises(DataUnreadable, match="cannot read samples for 0.5 s"):
         run(lasting, [(4, lambda plan: outage.touch())])

@@ -146,14 +146,12 @@ def test_a_run_is_shown_live_compared_and_followed(chromium: Any, server: TokenS
         tab.wait_for(f"{POINTS} === 12")
         tab.wait_for("document.querySelector('#runs-list [data-name=a]').textContent.includes('12 of 1000')")
         tab.wait_for("raypodReport.charts.get('curve:loss').getOption().series[0].data.length === 12")
-
         tab.run("document.querySelector('#runs-list [data-name=done] input').click()")
         tab.wait_for(f"{SELECTED} === 'a,done'")
         assert tab.run("raypodReport.charts.get('curve:loss').getOption().series.length") >= 2
         tab.run("document.querySelector('#runs-follow input').click()")
         Run(live.path.with_name("new"), 1)
         tab.wait_for(f"{SELECTED} === 'a,done,new' && {LISTED}.length === 3")
-
         tab.run("Object.assign(document.querySelector('#runs-filter input'), {value: 'DON'})")
         tab.run("document.querySelector('#runs-filter input').dispatchEvent(new Event('input'))")
         assert tab.run(LISTED) == ["done"]

@@ -78,7 +78,6 @@ def test_a_training_serves_its_state_while_it_runs_and_resumes_with_another_port
     assert [each[:4] for each in seen] == [(chosen, 200, 200, CONTENT_TYPE)] * 2
     assert 'raypod_updates_total{run="run"} 1\n' in seen[0][4]
     assert_closed(folder, chosen)
-
     before = content_of(folder)
     resumed = [*f"--num-instances 1 --replicas 1 --batch-size 64 --resume {folder} --updates 3".split(), *INLINE]
     with TokenServer({}) as other:
@@ -89,7 +88,6 @@ def test_a_training_serves_its_state_while_it_runs_and_resumes_with_another_port
             assert (out, err.count("\n")) == ("", 1)
             assert f"--status-port {other.port}: Address already in use; choose another port" in err
             assert content_of(folder) == before
-
     seen.clear()
     raypod.fit(run_dir=folder, resume=folder, updates=3, status_port=free_port(), callbacks=look, **FLAGS)
     assert len(seen) == 1
