@@ -56,7 +56,6 @@ def of_users() -> Iterator[str]:
 
 @functools.lru_cache(maxsize=None)
 def imported() -> Dict[str, str]:
-    """Return the top-level modules that raypod imports, also by name or in a function, with one file of each."""
     found = {}
     for path in sorted((ROOT / "raypod").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -107,7 +107,6 @@ def test_a_misspelt_word_names_the_nearest(line: str, message: str, capsys: pyte
 def test_a_reader_that_ends_early_is_no_traceback(processes: None, flags: List[str]) -> None:
     line = [sys.executable, *flags, "-m", "raypod", "files", "pod64"]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
     process.stdout.close()
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (141, b"")
@@ -278,7 +277,6 @@ def test_an_exception_is_summarized_in_one_line_with_its_class() -> None:
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the script of bash, in a process that shows what it imports."""
     file = tmp_path_factory.mktemp("completion") / "raypod.bash"
     code = (
         "import sys; from raypod.__main__ import main; main(['completion', 'bash']); "

@@ -331,8 +331,7 @@ def server(processes: None) -> Iterator[Scripted]:
             self.end_headers()
             self.wfile.write(json.dumps(content).encode())
 
-        def log_message(self, *arguments: object) -> None:
-            """Keep the output clean."""
+        def log_message(self, *arguments: object) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.05})
@@ -433,7 +432,6 @@ def test_a_run_whose_job_cannot_start_is_a_process(server: Any, tmp_path: Path, 
     assert "Not a Ray job: Ray job raypod-run-" in out
     assert commands.attach(run) == 0
     state = run_state.read(run)
-    assert state is not None
     assert state.submission_id is None
     with contextlib.suppress(ChildProcessError):  # a later Popen may have collected it
         os.waitpid(state.pid, 0)  # it is a child of the command, which is this process

@@ -241,7 +241,6 @@ def test_a_run_that_fails_says_how_it_continues(tmp_path: Path, monkeypatch: pyt
     found = capsys.readouterr()
     assert (code, "ValueError: no such sample" in found.err) == (1, True)
     newest = resume.newest_valid(folder / "checkpoints")[0]
-    assert newest is not None
     assert f"update {newest.update} is saved in {newest.path.name}: continue with --resume {folder}" in found.out
     assert command(tmp_path, *flags, "--resume", str(folder))[0] == 0
 

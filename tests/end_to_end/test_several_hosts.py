@@ -81,7 +81,6 @@ def pod(head: Pod) -> Iterator[Pod]:
 
 
 def on_this_host(folder: Path, **sections: Any) -> Outcome:
-    """Run in one process, without faults."""
     return run(plan_for(folder / "inline", LOCAL, run={"fleet": "inline"}, pod={"num_instances": 1}, **sections))
 
 
@@ -158,6 +157,5 @@ def test_instances_leave_a_drained_host_and_without_another_one_the_run_ends(pod
     assert (ended.interrupted, ended.cause) == (True, f"Ray drains host {pod.head}")
     assert outcome.updates == list(range(1, ended.updates + 1))
     newest, damaged = resume.newest_valid(Path(plan.run_dir) / "checkpoints")
-    assert newest is not None
     assert (newest.update, damaged) == (ended.updates, [])
     assert on_this_host(tmp_path, training={**training, "updates": ended.updates}).sha256 == ended.weights_sha256

@@ -93,7 +93,6 @@ def test_trainings_get_the_signal_of_raypod_stop_and_other_programs_sigterm(monk
     ):
         words = ["bash", "-c", program.format(*trap)]
         process = subprocess.Popen(words, stdout=subprocess.PIPE)
-        assert process.stdout is not None
         process.stdout.readline()  # its handler is installed
         driver = {"pid": process.pid, "entrypoint": subprocess.list2cmdline(words)}
         started[name] = (process, {**driver, "namespace": "raypod" if name == "training" else "x"})
@@ -191,7 +190,6 @@ def test_only_marked_processes_and_their_children_are_ended(processes: None) -> 
         """Start a process with a mark, and a child of it without one."""
         program = "env -i sleep 60 & echo $!; wait; exec sleep 60"  # so that the parent does not end with its child
         process = subprocess.Popen(["sh", "-c", program], env={**os.environ, stop_cluster.MARK: mark}, stdout=-1)
-        assert process.stdout is not None
         return process, int(process.stdout.readline())
 
     (ours, child), (other, other_child) = start("pod-a"), start("pod-ab")
@@ -204,7 +202,6 @@ def test_only_marked_processes_and_their_children_are_ended(processes: None) -> 
         stop_cluster.stop("pod-ab")
         for process in (ours, other):
             process.wait(10)
-            assert process.stdout is not None
             process.stdout.close()
     assert wait_until(lambda: not stop_cluster.members("pod-ab"))
 
@@ -228,8 +225,6 @@ def test_agents_of_a_dead_raylet_are_ended(processes: None) -> None:
     program, environment = f"{agent}; exec sleep 60", {**os.environ, stop_cluster.MARK: "pod-orphan"}
     ours = subprocess.Popen(["sh", "-c", program], env=environment, stdout=-1, start_new_session=True)
     other = subprocess.Popen(["sh", "-c", f"{agent}; exec sleep 60"], stdout=-1, start_new_session=True)
-    assert ours.stdout is not None
-    assert other.stdout is not None
     try:
         orphan, not_ours = int(ours.stdout.readline()), int(other.stdout.readline())
         assert wait_until(lambda: Path(f"/proc/{not_ours}/cmdline").read_bytes().startswith(b"ray::"))
@@ -252,7 +247,6 @@ def test_workers_that_a_template_of_another_cluster_has_forked_are_not_ended(pro
     program = f"(env -i PATH=$PATH bash {tmp_path}/worker_template.py &); exec sleep 60"
     environment = {**os.environ, stop_cluster.MARK: "pod-first"}
     ours = subprocess.Popen(["sh", "-c", program], env=environment, stdout=-1, start_new_session=True)
-    assert ours.stdout is not None
     worker = int(ours.stdout.readline())
     try:
         assert wait_until(lambda: Path(f"/proc/{worker}/cmdline").read_bytes().startswith(b"ray::"))

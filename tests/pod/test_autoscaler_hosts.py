@@ -18,7 +18,6 @@ TAGS = {"ray-node-type": "worker", "ray-node-status": "uninitialized"}  # of a w
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The state file of the autoscaler below, in which the first worker runs."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # which the import of the provider sets
     return tmp_path / "ray" / "cluster-pod.state"
@@ -36,7 +35,6 @@ def provider(processes: None, state: Path) -> Any:  # the import of Ray 2.10 sta
 
 
 def workers(provider: Any) -> List[str]:
-    """Return the workers that the autoscaler has started, or is about to start."""
     return list(provider.non_terminated_nodes({"ray-node-type": "worker"}))
 
 

@@ -28,7 +28,6 @@ def write(folder: Path, contents: Dict[str, str]) -> None:
 
 
 def checkpoint(update: int, generation: int, run_id: str) -> Dict[str, str]:
-    """Return the files of a run folder with a checkpoint."""
     weights, folder = f"weights {update}", f"checkpoints/update-{update:08d}"
     files = {"weights.safetensors": {"size_bytes": len(weights)}}
     manifest = json.dumps({"generation": generation, "update": update, "files": files})
@@ -82,14 +81,12 @@ class Hosts:
         write(self.run_dir, checkpoint(update, generation, run_id))
 
     def collect(self) -> List[str]:
-        """Collect the copies; return the lines that were printed."""
         lines: List[str] = []
         cluster = Cluster("pod", tuple(Host(name, name) for name in (HEAD, B, C)))
         collect_copies.collect(cluster, COMMAND, lines.append)
         return lines
 
     def updates(self) -> List[int]:
-        """Return the updates of the checkpoints on the head."""
         return sorted(int(path.name[-8:]) for path in (self.run_dir / "checkpoints").glob("update-*"))
 
 

@@ -110,7 +110,6 @@ def test_this_host_is_ready_unless_a_data_set_is_missing(processes: None, capsys
 
 @pytest.fixture
 def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No host answers."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(ssh, "run_on", lambda host, *_, **__: ssh.Result(255, "", f"no way to {host.address}"))
     monkeypatch.setattr(gcs, "check", lambda _: gcs.Answer(gcs.SILENT, "no reply", b""))

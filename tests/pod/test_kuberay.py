@@ -124,5 +124,4 @@ def test_the_hook_of_the_head_preempts_the_training_and_waits_for_its_end(proces
             training.wait()
     (tmp_path / "ended-before-ray-stop").rename(tmp_path / "state.json")
     state = run_state.read(tmp_path)
-    assert state is not None
     assert (state.state, state.has_ended) == (run_state.PREEMPTED, True)

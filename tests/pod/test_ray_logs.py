@@ -91,7 +91,6 @@ def output_of(script: str) -> str:
 
 
 def test_only_what_raylets_have_logged_since_the_command_is_printed(processes: None, logs: Path) -> None:
-    """The newest last."""
     assert output_of(started.raylet_logs_script(150)) == ""
     logs.mkdir(parents=True)
     old, new = f"[{log_time(300)} C 1 1] (raylet) a.cc:1: old\nof it\n", f"[{log_time(9)} C 1 1] (raylet) a.cc:1: new\n"

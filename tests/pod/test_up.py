@@ -445,7 +445,6 @@ RUN = 'for last; do :; done; sh -c "$last"; code=$?; printf "{logout} \\377\\n";
 
 
 def use_ssh(monkeypatch: pytest.MonkeyPatch, folder: Path, *lines: str) -> str:
-    """Put a fake `ssh` on PATH; return a cluster file whose hosts are reached by it, as addresses of this machine."""
     (folder / "ssh").write_text("\n".join(["#!/bin/sh", *lines, ""]))
     (folder / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")

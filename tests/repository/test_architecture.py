@@ -84,7 +84,6 @@ IDS = [file.relative_to(PACKAGE).with_suffix("").as_posix() for file in MODULES]
 
 @functools.lru_cache(maxsize=None)
 def imported(file: Path) -> Set[str]:
-    """Dotted names of everything a file imports, anywhere in it."""
     nodes = list(ast.walk(ast.parse(file.read_text())))
     assert not any(isinstance(node, ast.ImportFrom) and node.level for node in nodes), f"{file}: relative import"
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
@@ -193,7 +192,6 @@ def test_the_tests_that_the_gate_names_exist() -> None:
 
 
 def _expanded(name: str) -> List[str]:
-    """Return the names of `a{b,c}`."""
     before, brace, rest = name.partition("{")
     inner, _, after = rest.partition("}")
     return [f"{before}{part}{after}" for part in inner.split(",")] if brace else [name]

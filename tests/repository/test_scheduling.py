@@ -43,7 +43,6 @@ class Process:
         self.shutting_down = True
 
     def next_test(self) -> int:
-        """Return the index of the test that runs next, or -1."""
         return self.queue.pop(0) if len(self.queue) > (0 if self.shutting_down else 1) else -1
 
 

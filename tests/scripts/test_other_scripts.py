@@ -275,8 +275,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.flush()
             self.released.wait(30)
 
-    def log_message(self, *words: Any) -> None:
-        """Keep the test's output clean."""
+    def log_message(self, *words: Any) -> None: ...
 
 
 @pytest.fixture
@@ -299,7 +298,6 @@ def config(tmp_path: Path) -> Config:
 
 
 def served(monkeypatch: pytest.MonkeyPatch, url: str, md5: str) -> None:
-    """Let CIFAR-10 be downloaded from another address."""
     published = dataclasses.replace(cifar.CIFAR10.archive, url=f"{url}/{NAME}", md5=md5)
     replaced = dataclasses.replace(cifar.CIFAR10, archive=published)
     monkeypatch.setattr("raypod.training.data.cifar.CIFAR10", replaced)

@@ -156,7 +156,6 @@ def test_the_cpu_time_of_threads_includes_their_child_processes(processes: None)
     program = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe) as child:
-        assert child.stdout is not None
         child.stdout.readline()
         assert cpu_seconds([this]) - before_s > 0.25
         child.communicate(b"\n", timeout=30)
@@ -285,8 +284,6 @@ def test_this_host() -> None:
 
 
 class CpuTimes(NamedTuple):
-    """The fields of `psutil.cpu_times` on Linux, in s."""
-
     user: float
     nice: float = 0
     system: float = 0
@@ -310,7 +307,6 @@ def test_usage_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("psutil.net_io_counters", lambda **_: interfaces)
     meter = HostMeter(tmp_path)
     first = meter.measure()
-    assert first is not None
     assert first.cpu_share is None
     assert (first.memory_used_bytes, first.memory_total_bytes) == (600, 1000)
     assert (first.network_received_bytes, first.network_sent_bytes) == (15, 27)
@@ -319,13 +315,11 @@ def test_usage_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert meter.measure() is first  # too soon
     now[0] += 1
     second = meter.measure()
-    assert second is not None
     assert second.cpu_share == 0.75
 
 
 def test_this_host_has_a_usage_but_none_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = HostMeter().measure()
-    assert usage is not None
     assert 0 < usage.memory_used_bytes < usage.memory_total_bytes
     monkeypatch.setattr("psutil.PROCFS_PATH", str(tmp_path / "none"))
     assert HostMeter(tmp_path).measure() is None
@@ -350,10 +344,8 @@ def test_a_process_that_holds_its_interpreter_lock_is_observed_until_it_is_stopp
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, text=True, env=env) as process:
         try:
-            assert process.stdout is not None
             identity = Identity(*map(int, process.stdout.readline().split()))
             found = activity_record.read(identity)
-            assert found is not None
             assert (found.name, found.calls, found.slowest_call_s) == ("in call 3", 2, 0.5)
             assert found.duration_s > 5
             assert found.cpu_s > 0
@@ -448,7 +440,6 @@ def test_a_closed_terminal_ends_a_run_with_a_checkpoint(processes: None, tmp_pat
             process.kill()
     assert is_training
     state = run_state.read(folder)
-    assert state is not None
     assert state.state == run_state.INTERRUPTED
     assert (folder / "checkpoints" / "LATEST").is_file()
 

@@ -190,7 +190,6 @@ def test_the_corrected_build_does_not_depend_on_the_name() -> None:
 
 
 def failing(times: int) -> Callable[[], str]:
-    """Return an action that fails some times, and then returns."""
     errors = [ConnectionError(f"failure {number}") for number in range(1, times + 1)]
 
     def action() -> str:
@@ -286,7 +285,6 @@ def start(listener: socket.socket, log: Path, output: Path, *command: str) -> su
 
 
 def send(listener: socket.socket, environment: Dict[str, str], folder: Path) -> int:
-    """Act as the submitting process; return the pid at the other end."""
     connection, _ = listener.accept()
     with connection:
         assert connection.recv(1 << 12) == b"10.0.0.1:6379"

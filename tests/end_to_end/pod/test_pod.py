@@ -47,7 +47,6 @@ pytestmark = [pytest.mark.pod, pytest.mark.skipif(skip_reason() is not None, rea
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all hosts share."""
     return tmp_path_factory.mktemp("shared")
 
 
@@ -78,7 +77,6 @@ def summary(folder: Path) -> Dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_this_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The run folder of the same training, running on this host."""
     folder = tmp_path_factory.mktemp("here")
     with train_here(folder, *TRAINING):
         yield folder / "run"
@@ -187,18 +185,15 @@ class LongRun:
         assert wait_until(lambda: self.updates() > before + 5, 60), f"{output}\n{self.output()}"
 
     def state(self) -> RunState:
-        """Return the state file of the run."""
         found = run_state.read(self.folder)
         assert found is not None
         return found
 
     def updates(self) -> int:
-        """Return the number of updates in metrics.jsonl."""
         path = self.folder / "metrics.jsonl"
         return path.read_text().count("\n") if path.is_file() else 0
 
     def output(self) -> str:
-        """Return the log of the run."""
         return log_of(self.folder).read_text()
 
     def reports_lost(self, host: str, since: int) -> bool:
@@ -206,7 +201,6 @@ class LongRun:
         return wait_until(lambda: f"on host {host} is lost" in self.output()[since:], NOTICED_WITHIN_S)
 
     def recovers(self, restarts: int) -> bool:
-        """Return whether the run makes progress after this number of repairs."""
         repaired = wait_until(lambda: self.state().restarts == restarts, 90)
         before = self.updates()
         return repaired and wait_until(lambda: self.updates() > before + 5, 60)
@@ -214,12 +208,10 @@ class LongRun:
 
 @pytest.fixture(scope="module")
 def long_run(pod: EmulatedPod, shared: Path) -> LongRun:
-    """The run of all following tests; it ends with the pod."""
     return LongRun(pod, shared)
 
 
 def listening(pod: EmulatedPod) -> List[str]:
-    """Return ADDRESS:PORT of every port that is open to other hosts, except sshd."""
     return [f"{address(host)}:{port}" for host in range(1, HOSTS + 1) for port in pod.listening(host) if port != 22]
 
 
@@ -293,7 +285,6 @@ def test_faults_change_neither_data_nor_weights(pod: Any, shared: Path, long_run
 
 
 def newest_copy(pod: EmulatedPod, host: int) -> int:
-    """Return the update of the newest copy of a checkpoint on a host; 0 for none."""
     names = pod.run("on", str(host), "bash", "-c", "cd ~/.raypod/copies/copied-*/ && ls -d */run.json", check=False)
     return max((int(update) for update in re.findall(r"(?m)^\d{6}-(\d{8})/run.json$", names)), default=0)
 

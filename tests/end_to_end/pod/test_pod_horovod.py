@@ -31,7 +31,6 @@ pytestmark = [pytest.mark.pod, pytest.mark.skipif(_skip_reason() is not None, re
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all hosts share, with the operator's sources."""
     folder = tmp_path_factory.mktemp("shared")
     copy_source(folder, HOSTS)
     return folder

@@ -32,7 +32,6 @@ def openssl(*words: str) -> None:
 
 
 def make_authority(folder: Path, name: str) -> None:
-    """Create the key and certificate of a CA."""
     words = ("-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}")
     openssl("req", "-x509", *words, "-keyout", str(folder / f"{name}.key"), "-out", str(folder / f"{name}.crt"))
 
@@ -49,7 +48,6 @@ def make_certificate(folder: Path, authority: str, name: str, place: str) -> Non
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all hosts share, with the operator's sources."""
     folder = tmp_path_factory.mktemp("shared")
     copy_source(folder, HOSTS)
     file = folder / CLUSTER

@@ -52,7 +52,6 @@ Sections = Dict[str, Dict[str, Any]]
 
 
 def at_url(name: str) -> Dict[str, Any]:
-    """Return the settings of packed data that is downloaded."""
     return {"data_dir": f"file://{Path(name).resolve()}", "cache_dir": str(Path("cache").resolve())}
 
 

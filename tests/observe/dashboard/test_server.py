@@ -28,7 +28,6 @@ from tests.support.dashboard_folders import Run
 
 @pytest.fixture
 def live(tmp_path: Path) -> Run:
-    """A run that is alive."""
     return Run(tmp_path / "runs" / "a", 3)
 
 
@@ -127,7 +126,6 @@ LISTED = "[...document.querySelectorAll('#runs-list li')].map((item) => item.dat
 
 @pytest.fixture
 def done(live: Run) -> Run:
-    """A run that is done, beside the one that is alive."""
     run = Run(live.path.with_name("done"), 3)
     run.state("done", 0)
     return run

@@ -232,7 +232,6 @@ def test_a_closed_pipe_ends_following_although_nothing_is_added(processes: None,
     run.state()
     command = [sys.executable, "-m", "raypod", "logs", str(run.path), "--follow"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline().endswith(b"first\n")
         process.stdout.close()

@@ -106,7 +106,6 @@ def environment(**changed: str) -> Dict[str, str]:
 def test_the_json_stream_ends_with_its_reader(processes: None) -> None:
     line = command("--json", "--follow", "--interval", "0.1")
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
-        assert process.stdout is not None
         assert process.stderr is not None
         first, second = (json.loads(process.stdout.readline()) for _ in range(2))
         assert first["unix_s"] < second["unix_s"]
@@ -116,8 +115,6 @@ def test_the_json_stream_ends_with_its_reader(processes: None) -> None:
 
 
 class Screen:
-    """A command in a pseudo-terminal."""
-
     def __init__(self, *arguments: str, **changed: str) -> None:
         self.master, self.slave = pty.openpty()
         self.before: List[Any] = termios.tcgetattr(self.slave)

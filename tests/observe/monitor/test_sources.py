@@ -169,7 +169,6 @@ def test_damaged_files_do_not_matter(folder: Path, damage: str) -> None:
 
 @contextlib.contextmanager
 def serving(run_dir: Path, answer: Route) -> Iterator[None]:
-    """A registered endpoint of this process."""
     with TokenServer({"/status": answer}) as server, endpoint.registered(run_dir, server.port, server.token):
         yield
 
@@ -397,8 +396,6 @@ FEED = "for last; do :; done; case $* in *113.2*) echo no route >&2; exit 255;; 
 
 @pytest.fixture
 def use_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: None) -> Callable[[str], None]:
-    """Let `ssh` run a script."""
-
     def use(script: str) -> None:
         (tmp_path / "ssh").write_text(f'#!/bin/sh\n{FEED}echo "$last" > {tmp_path}/asked\n{script}\n')
         (tmp_path / "ssh").chmod(0o755)

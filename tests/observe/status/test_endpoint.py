@@ -53,7 +53,6 @@ def free_port() -> int:
 
 def port_of(folder: Path) -> int:
     state = run_state.read(folder)
-    assert state is not None
     assert state.status_port is not None
     return state.status_port
 
@@ -181,7 +180,6 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_an_endpoint_is_listed_while_it_is_served(registry: Path) -> None:
     with endpoint.registered(Path("/runs/a"), 4711, "secret") as path:
-        assert path is not None
         assert (stat.S_IMODE(registry.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o600)
         (found,) = endpoint.entries()
         assert (found.run_dir, found.port, found.token) == ("/runs/a", 4711, "secret")

@@ -153,8 +153,6 @@ ALERT = "RaypodInstanceSilent"
 
 
 class Prometheus:
-    """The HTTP interface of a server."""
-
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/api/v1/"
 
@@ -170,7 +168,6 @@ class Prometheus:
         return None
 
     def firing(self) -> List[Dict[str, str]]:
-        """The labels of the alerts that fire."""
         return [each["labels"] for each in self.data("alerts")["alerts"] if each["state"] == "firing"]
 
 

@@ -39,8 +39,6 @@ USAGE = HostUsage(0.5, 1, 2, 3, 4, 5, 6)
 
 
 class LosesOne(ScriptedFleet):
-    """Instance 1 is lost in the second call."""
-
     was_repaired = False
 
     def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
@@ -56,7 +54,6 @@ class LosesOne(ScriptedFleet):
 
 
 def statuses(plan: Plan, fleet: ScriptedFleet) -> List[Tuple[Any, Dict[str, Any]]]:
-    """Return each event of a run with the snapshot after it."""
     beat = HeartbeatReport(0, "in call 1", 2.0, 1, 0.5, True, 1.0, USAGE, "last line")
     status = RunStatus(plan, lambda: {0: Beat(beat, 0.0)})
     found: List[Tuple[Any, Dict[str, Any]]] = [(None, status.snapshot())]

@@ -116,8 +116,7 @@ class Ended(Input):
         lines, self.lines = self.lines, []
         return lines
 
-    def wait(self, timeout_s: float) -> None:
-        """See `Input.wait`."""
+    def wait(self, timeout_s: float) -> None: ...
 
 
 class Unreliable:
@@ -241,7 +240,6 @@ def test_failures_and_the_death_of_the_coordinator(fake: Path, make: Any, monkey
         running.on_event(PhaseBegun("training", 1))
         away.unlink()
         append(run_dir / "metrics.jsonl", update(2))
-        assert child.stdin is not None
         child.stdin.close()  # as the operating system does when the coordinator is killed
         assert wait_until(lambda: child.poll() is not None)
     (warning,) = warnings

@@ -78,8 +78,6 @@ def free_port() -> int:
 
 
 class Job:
-    """A job in the current folder: the batch script, with the steps of a fake Slurm."""
-
     def __init__(self, folder: Path, temporary: str, python: str, *flags: str) -> None:
         find = [sys.executable, "-c", "import ray; print(ray.util.get_node_ip_address())"]  # it changes the environment
         own = subprocess.run(find, capture_output=True, text=True, timeout=COMMAND_S, check=True).stdout.strip()
@@ -170,7 +168,6 @@ def test_a_job_that_is_preempted_is_queued_again_and_completes_the_run(
     assert job.process.wait(COMMAND_S) == CODE, job.output
     assert not psutil.wait_procs(processes, timeout=GONE_WITHIN_S)[1]
     state = run_state.read(job.run)
-    assert state is not None
     assert (state.state, state.exit_code) == (run_state.PREEMPTED, CODE)
     assert 4 < state.update < UPDATES
     assert (tmp_path / "requeued").read_text() == "7\n"

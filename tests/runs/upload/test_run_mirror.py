@@ -343,7 +343,6 @@ def test_a_file_that_changes_while_it_is_uploaded_is_uploaded_again(run: Path, u
 
 
 def sync(run: Path, url: str) -> None:
-    """One round of a process that mirrors a run."""
     store = Store(f"{url}/a run")
     index = RemoteIndex(store, "run id", "writer", is_known=True)
     files = MirroredFiles(run, store, index)

@@ -83,14 +83,12 @@ def sftp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 @pytest.fixture(params=["sftp", "s3", "gs"])
 def place(request: pytest.FixtureRequest) -> Place:
-    """Each storage in turn."""
     found: Place = request.getfixturevalue(request.param)
     return found
 
 
 @pytest.fixture(params=["sftp", "s3"])
 def network_place(request: pytest.FixtureRequest) -> Place:
-    """Each storage behind a proxy in turn."""
     found: Place = request.getfixturevalue(request.param)
     assert found.proxy is not None
     return found
