@@ -135,9 +135,7 @@ def test_a_run_interrupted_before_its_first_checkpoint_starts_again(tmp_path: Pa
 STATE = RunState(os.getpid(), process.process_start_ticks(os.getpid()) or 0, "here", "running", 3, 10)
 
 
-def test_a_reused_pid_is_not_the_run_and_one_on_another_host_cannot_be_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reused_pid_is_not_the_run_and_one_elsewhere_cannot_be_stopped(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(run_state.socket, "gethostname", lambda: "here")
     assert STATE.is_alive
     assert not dataclasses.replace(STATE, started_ticks=STATE.started_ticks - 1).is_alive
@@ -177,7 +175,7 @@ def test_stop_signals_no_process_that_does_not_hold_the_folder(case: str, tmp_pa
 
 @pytest.mark.parametrize("skew_s", [600.0, -600.0, 0.0])
 @pytest.mark.parametrize("is_alive", [True, False])
-def test_the_status_on_a_host_with_another_clock_observes_the_lease(
+def test_the_status_with_another_clock_observes_the_lease(
     skew_s: float, is_alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now_s, file = [1000.0], tmp_path / "lease-1.json"
@@ -215,7 +213,7 @@ def test_stop_names_a_process_that_is_stopped_instead_of_waiting_for_it(tmp_path
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_the_status_of_a_stopped_coordinator_says_so_and_has_the_newest_update_on_disk(
+def test_the_status_of_a_stopped_coordinator_has_the_newest_update_on_disk(
     stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_state.socket, "gethostname", lambda: "here")
@@ -352,9 +350,7 @@ def submit(server: Scripted, folder: Path, script: str) -> RayJob:
     return RayJob(client, "my run", [sys.executable, "-c", script, "an argument"], folder / "log")
 
 
-def test_a_job_runs_the_command_with_the_environment_of_this_process(
-    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_has_the_environment_of_this_process(server: Scripted, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("A_SECRET", "12345")
     monkeypatch.chdir(tmp_path)
     script = "import os, sys; print(os.environ['A_SECRET'], os.getcwd(), sys.argv[1]); sys.exit(5)"
@@ -374,7 +370,7 @@ def test_a_job_runs_the_command_with_the_environment_of_this_process(
     assert not server.stopped
 
 
-def test_a_submission_is_repeated_while_the_agent_of_a_new_cluster_starts(
+def test_a_submission_is_repeated_while_the_agent_of_a_cluster_starts(
     server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_jobs, "_POLL_S", 0.01)

@@ -75,9 +75,7 @@ def test_the_files_of_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Test accuracy: " in out
 
 
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_and_names_lost_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_resumes_before_a_damaged_checkpoint_and_names_lost_lines(tmp_path: Path, capsys: Any) -> None:
     flat = ("--lr-schedule", "constant", "--checkpoint-every", "10 updates", "--model", "tiny")
     _, folder = command(tmp_path, *flat, "--updates", "24")
     weights = folder / "checkpoints" / "update-00000024" / "weights.safetensors"
@@ -109,7 +107,7 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(tmp_path: Pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_an_inline_run_with_a_checkpoint_and_exit_code_130(
+def test_a_signal_ends_an_inline_run_with_a_checkpoint(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     handle = StateFile.on_event
@@ -334,9 +332,7 @@ def test_training_and_evaluation_are_compiled_without_a_device(capsys: Any, monk
     assert text.rstrip().endswith("Executables are kept nowhere: the emulated SDK compiles at each start, in seconds")
 
 
-def test_on_a_host_with_the_sdk_another_process_prints_the_estimate(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_with_the_sdk_another_process_prints_the_estimate(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
     started: List[List[str]] = []
     paths: List[Any] = []
     installed = sdk.Sdk("ipu", "the SDK")

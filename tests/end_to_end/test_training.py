@@ -38,7 +38,7 @@ def test_the_default_job_trains(session: Any, tmp_path: Path, monkeypatch: pytes
     assert verify_data.verify(run_dir).is_proved
 
 
-def test_a_run_resumes_in_another_folder_with_other_instances_of_which_two_are_killed(
+def test_a_run_resumes_elsewhere_with_other_instances_of_which_two_are_killed(
     session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task of the documentation, whose data is loaded by workers."""

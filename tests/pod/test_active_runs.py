@@ -34,7 +34,7 @@ OTHER = {"address": "10.0.0.99", "pid": 6, "entrypoint": "python mine.py -x TOKE
 
 
 @pytest.mark.usefixtures("processes")
-def test_the_start_command_of_the_head_refuses_while_programs_use_the_cluster(
+def test_the_start_command_refuses_while_programs_use_the_cluster(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client = tmp_path / "gcs.py"
@@ -82,7 +82,7 @@ def test_the_run_folder_of_a_driver_is_known_from_its_entry_for_the_monitor(monk
 
 
 @pytest.mark.usefixtures("processes")
-def test_trainings_get_the_signal_of_raypod_stop_and_other_programs_sigterm(monkeypatch: Any, tmp_path: Path) -> None:
+def test_trainings_get_the_signal_of_raypod_stop_and_others_sigterm(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(active_runs, "_EXIT_S", 0)
     program = "trap '{}' {}; echo; while :; do sleep 0.05; done"
     started: Dict[str, Any] = {}
@@ -206,9 +206,7 @@ def test_only_marked_processes_and_their_children_are_ended(processes: None) -> 
     assert wait_until(lambda: not stop_cluster.members("pod-ab"))
 
 
-def test_a_cluster_of_another_user_with_the_same_name_is_not_ended(
-    processes: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_of_that_name_of_another_user_is_not_ended(processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {**os.environ, stop_cluster.MARK: "pod-c"}
     with subprocess.Popen(["sleep", "600"], env=environment) as process:
         try:
@@ -278,7 +276,7 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_noted", [True, False])
 @pytest.mark.parametrize("before", [None, "{", '{"10.0.0.11": {"tags": {"ray-node-type": "head"}, "state": "gone"}}'])
-def test_rays_launcher_starts_a_head_that_runs_not_again(
+def test_rays_launcher_starts_a_running_head_not_again(
     processes: None, pod: Any, is_noted: bool, before: Optional[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # which the next line sets
@@ -366,7 +364,7 @@ def test_the_token_of_the_head_is_not_replaced(
         ({}, True),
     ],
 )
-def test_a_head_whose_answer_is_unknown_counts_as_running(pod: Any, answer: Any, runs: bool, monkeypatch: Any) -> None:
+def test_a_head_without_an_answer_counts_as_running(pod: Any, answer: Any, runs: bool, monkeypatch: Any) -> None:
     def run_on(host: Host, _: Ssh, words: List[str], *__: Any) -> ssh.Result:
         return ssh.Result(0 if answer else 255, json.dumps(answer), "no answer")
 

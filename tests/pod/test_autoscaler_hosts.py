@@ -57,9 +57,7 @@ def test_a_running_autoscaler_starts_a_host_that_was_added_to_the_file(provider:
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own code leaves files to the garbage collector
-def test_a_host_that_was_replaced_in_the_file_is_forgotten_before_its_number_changes(
-    provider: Any, state: Path
-) -> None:
+def test_a_host_replaced_in_the_file_is_forgotten_before_its_number_changes(provider: Any, state: Path) -> None:
     change(state, KEEP, [SECOND])
     assert workers(provider) == []
     provider.create_node({}, dict(TAGS), 1)  # nothing yet

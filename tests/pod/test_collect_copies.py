@@ -117,9 +117,7 @@ def test_the_newest_copy_is_collected_and_the_command_to_continue_is_printed(hos
     assert [path.name for path in hosts.run_dir.parent.iterdir()] == ["digits"]
 
 
-def test_copies_are_collected_by_commands_on_the_hosts_and_one_on_the_head_is_preferred(
-    processes: None, tmp_path: Path
-) -> None:
+def test_commands_on_the_hosts_collect_copies_and_prefer_the_one_on_the_head(processes: None, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as undone:
         hosts = Hosts(tmp_path, undone)
     for host in (HEAD, B, C):

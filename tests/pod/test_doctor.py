@@ -123,7 +123,7 @@ def test_every_host_of_the_file_is_probed(unreachable: None, capsys: pytest.Capt
     assert "no answer at 10.0.0.11:6379 without a token (no reply)" in output
 
 
-def test_a_file_without_the_key_of_the_operator_is_a_warning(unreachable: None, capsys: Any, tmp_path: Path) -> None:
+def test_a_file_without_the_operators_key_is_a_warning(unreachable: None, capsys: Any, tmp_path: Path) -> None:
     file = tmp_path / "pod.yaml"
     file.write_text(SHIPPED.read_text().replace("  ssh_private_key: ~/.ssh/id_ed25519\n", ""))
     main(["doctor", "--json", "--cluster", str(file)])
@@ -145,7 +145,7 @@ def test_a_folder_that_other_users_can_use_is_trouble(unreachable: None, monkeyp
     assert found == [("trouble", f"/tmp/ray-root on 10.0.0.{last} belongs to uid 7") for last in (11, 12, 13)]
 
 
-def test_a_local_session_without_a_folder_of_its_own_is_trouble(
+def test_a_local_session_without_its_own_folder_is_trouble(
     processes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -162,7 +162,7 @@ def test_a_local_session_without_a_folder_of_its_own_is_trouble(
         ("10.0.0.1:7", "no Ray cluster responds at 10.0.0.1:7: refused"),
     ],
 )
-def test_a_cluster_of_ray_address_that_cannot_be_joined_is_trouble(
+def test_a_wrong_ray_address_is_trouble(
     unreachable: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: str, text: str
 ) -> None:
     monkeypatch.setattr(gcs, "check", lambda *_, **__: gcs.Answer(gcs.SILENT, "refused", b""))
@@ -247,7 +247,7 @@ def listen(
         (HOSTS[1], "2.10.0", "3.16.1", False),
     ],
 )
-def test_an_autoscaler_that_can_block_itself_is_a_warning(host: str, ray: str, filelock: Any, is_warned: bool) -> None:
+def test_an_autoscaler_that_can_block_itself(host: str, ray: str, filelock: Any, is_warned: bool) -> None:
     pod = healthy()
     pod[host]["python"]["packages"].update(ray=ray, filelock=filelock)
     found = [each for each in examine(EXPECTED, pod) if each.what == "autoscaler"]
@@ -448,9 +448,7 @@ def test_other_hosts_must_reach_an_installed_horovod(release: Optional[str], add
         (gcs.REFUSED, [], 6379, ""),
     ],
 )
-def test_a_pod_on_which_ray_does_not_run_is_ready_for_its_start(
-    state: str, clusters: List[Optional[str]], port: int, text: str
-) -> None:
+def test_a_pod_without_ray_is_ready_for_its_start(state: str, clusters: Any, port: int, text: str) -> None:
     pod, is_stopped = healthy(), bool(text)
     pod[HOSTS[0]]["clusters"] = clusters
     listen(pod[HOSTS[0]], port)
@@ -464,7 +462,7 @@ def test_a_pod_on_which_ray_does_not_run_is_ready_for_its_start(
     assert render_findings(findings, HOSTS).splitlines()[-1].startswith("not ready: 2 hosts, ")
 
 
-def test_a_missing_interpreter_is_named_once_with_its_setting() -> None:
+def test_an_unknown_interpreter_is_named_once_with_its_setting() -> None:
     cluster = dataclasses.replace(POD, python="python4")
     expected = dataclasses.replace(EXPECTED, cluster=cluster, python_setting="metadata.raypod.python in line 7")
     (finding,) = bad(on_second(lambda facts: facts.update(python={"error": "python4 does not exist"})), expected)[:1]

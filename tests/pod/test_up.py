@@ -160,7 +160,7 @@ def test_the_token_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     assert (path.read_text(), path.stat().st_mode & 0o777) == (token, 0o600)
 
 
-def test_a_missing_key_an_unreachable_head_and_a_renamed_cluster_end_up_before_ray_starts(
+def test_a_missing_key_a_lost_head_and_another_name_end_up_before_ray_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -207,7 +207,7 @@ def test_folders_that_other_users_can_use_are_found_on_the_hosts(processes: None
         assert head.is_dir() == create
 
 
-def test_a_host_whose_folder_other_users_can_use_is_not_started(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_host_whose_folder_others_can_use_is_not_started(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".ssh").mkdir()
@@ -278,9 +278,7 @@ def test_this_machine_is_reached_without_ssh(processes: None) -> None:
 @pytest.mark.parametrize(
     ("code", "words"), [(255, "host h is unreachable over ssh"), (127, "host h has no ~/venv/bin/python")]
 )
-def test_a_remote_command_that_does_not_start_is_reported(
-    processes: None, monkeypatch: pytest.MonkeyPatch, code: int, words: str
-) -> None:
+def test_a_remote_command_that_does_not_start(processes: None, monkeypatch: Any, code: int, words: str) -> None:
     monkeypatch.setattr(ssh, "ssh_command", lambda *_: ["sh", "-c", f"exit {code}"])
     with pytest.raises(ClusterError, match=words):
         ssh.pass_through(Host("h", "10.0.0.9"), Ssh(), ["~/venv/bin/python", "-V"])
@@ -306,7 +304,7 @@ def test_the_launcher_state_of_an_earlier_start_is_removed(monkeypatch: pytest.M
     assert [path.name for path in (tmp_path / "ray").iterdir()] == ["cluster-pod-b.state"]
 
 
-def test_an_added_host_is_told_to_the_running_autoscaler_after_the_files_are_on_the_head(
+def test_an_added_host_is_told_to_the_autoscaler_once_the_files_are_on_the_head(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -417,7 +415,7 @@ def test_tls_variables_of_the_start_commands() -> None:
     assert tls_variables(cluster_file.parse(SHIPPED.read_text())) == []
 
 
-def test_an_interpreter_that_a_host_does_not_have_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_missing_interpreter_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     file = cluster_file.parse(SHIPPED.read_text().replace("python: ~/raypod/venv/bin/python", "python: python4"))
     facts = {"python": {"error": "python4 does not exist"}}
     answers = {"10.0.0.11": ssh.Result(255, "", "lost"), "10.0.0.12": ssh.Result(0, '{"python": {"path": "/p"}}', "")}
@@ -458,9 +456,7 @@ def use_ssh(monkeypatch: pytest.MonkeyPatch, folder: Path, *lines: str) -> str:
     return str(file)
 
 
-def test_doctor_and_down_read_the_results_between_banners(
-    processes: None, monkeypatch: Any, tmp_path: Path, capsys: Any
-) -> None:
+def test_doctor_and_down_read_between_banners(processes: None, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     file = use_ssh(monkeypatch, tmp_path, BANNER, RUN)
     assert main(["doctor", "--json", "--cluster", file]) in (0, 2)
     hosts = json.loads(capsys.readouterr().out)["hosts"]
@@ -470,18 +466,14 @@ def test_doctor_and_down_read_the_results_between_banners(
     assert "stopped on all 3 hosts" in capsys.readouterr().err
 
 
-def test_the_error_of_an_unreachable_head_can_have_any_bytes(
-    processes: None, monkeypatch: Any, tmp_path: Path, capsys: Any
-) -> None:
+def test_the_error_of_a_head_can_have_any_bytes(processes: None, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     file = use_ssh(monkeypatch, tmp_path, BANNER, "exit 255")
     assert main(["up", file]) == 2
     assert "the head 127.0.0.11 is unreachable: \\xff\\xfe last" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["-t", "ed25519"], ["-t", "rsa", "-b", "2048", "-m", "PEM"], ["-m", "PKCS8"]])
-def test_a_passphrase_is_named(
-    processes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: List[str]
-) -> None:
+def test_a_passphrase_is_named(processes: None, monkeypatch: Any, tmp_path: Path, options: List[str]) -> None:
     """As the cause where ssh cannot ask for it, and before a start of workers, which the head cannot log in to."""
     file = use_ssh(monkeypatch, tmp_path, "echo 'me@host: Permission denied (publickey).' >&2; exit 255")
     key, host = tmp_path / ".ssh" / "id_ed25519", Host("h", "127.0.0.11")
@@ -498,9 +490,7 @@ def test_a_passphrase_is_named(
         assert file_checks.key_errors(cluster_file.parse(one_host)) == []
 
 
-def test_a_host_without_facts_is_reported_with_its_output(
-    processes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_host_without_facts_shows_its_output(processes: None, monkeypatch: Any, tmp_path: Path) -> None:
     use_ssh(monkeypatch, tmp_path, BANNER, "printf '{\\n}'")
     done = ssh.run_on(Host("h", "127.0.0.11"), Ssh(), ["true"])
     assert done.json_object("hostname") is None
@@ -517,7 +507,7 @@ def test_a_host_without_facts_is_reported_with_its_output(
         (["sleep", "600"], ["cat"], (124, "", "no answer within 0.2 s")),
     ],
 )
-def test_the_output_of_a_command_is_the_input_of_one_on_another_host(
+def test_output_is_the_input_of_a_command_on_another_host(
     processes: None, source: Any, target: Any, expected: Any
 ) -> None:
     host = Host("localhost", "localhost")

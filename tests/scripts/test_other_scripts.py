@@ -327,7 +327,7 @@ def test_the_files_are_downloaded_unpacked_and_read(
         ("missing", "HTTP Error 404: Not Found"),
     ],
 )
-def test_a_server_that_fails_is_one_line_and_leaves_nothing(
+def test_a_server_that_fails_is_one_line(
     way: str, cause: str, archive: Archive, url: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served(monkeypatch, f"{url}/{way}", hashlib.md5(archive.content).hexdigest())

@@ -98,7 +98,7 @@ class FailingDisk:
 
 @pytest.mark.parametrize("operation", ["write", "fsync"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_an_error_of_the_disk_costs_an_append_only_file_no_line_and_one_warning(
+def test_an_error_of_the_disk_costs_no_line_and_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, number: int
 ) -> None:
     path, warnings = tmp_path / "lines", []  # type: ignore[var-annotated]
@@ -179,9 +179,7 @@ def test_one_of_several_parallel_calls_creates_a_folder(tmp_path: Path) -> None:
     assert len(at_once(create_folder, tmp_path / "a" / "b")) == 1
 
 
-def test_a_parent_that_is_created_before_its_name_is_taken_belongs_to_the_numbered_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parent_created_before_its_name_is_taken_belongs_to_the_folder(tmp_path: Path, monkeypatch: Any) -> None:
     runs, make = tmp_path / "runs", Path.mkdir
 
     def mkdir_after_another_process(path: Path, *arguments: Any) -> None:
@@ -297,9 +295,7 @@ def test_what_writes_fails_below_a_lost_mount_point(name: str, tmp_path: Path) -
     files.replace_file(folder / "file", b"released")
 
 
-def test_the_states_of_runs_and_launches_and_the_times_of_logs_are_not_written_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_of_runs_and_launches_and_times_of_logs_are_not_written_there(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(run_state, "_WRITE_INTERVAL_S", 0.0)
     folder, log = tmp_path / "run", tmp_path / "log"
     folder.mkdir()

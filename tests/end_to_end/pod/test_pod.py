@@ -289,7 +289,7 @@ def newest_copy(pod: EmulatedPod, host: int) -> int:
     return max((int(update) for update in re.findall(r"(?m)^\d{6}-(\d{8})/run.json$", names)), default=0)
 
 
-def test_a_run_continues_on_a_new_head_after_the_loss_of_the_disk_of_the_head(
+def test_a_run_continues_on_a_new_head_after_the_loss_of_the_old_ones_disk(
     pod: EmulatedPod, shared: Path, tmp_path: Path
 ) -> None:
     """The copy is on host 2; the new head is host 3."""

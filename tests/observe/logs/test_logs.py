@@ -350,7 +350,7 @@ def test_only_what_is_shown_is_transferred(pod: Any, capfd: Any, monkeypatch: An
 
 
 @pytest.mark.parametrize("ahead_s", [-300, 300])
-def test_the_times_of_a_host_with_another_clock_are_those_of_this_one(
+def test_times_of_a_host_with_another_clock_are_those_of_this_one(
     pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str], tmp_path: Path, ahead_s: int
 ) -> None:
     run, far = pod
@@ -366,7 +366,7 @@ def test_the_times_of_a_host_with_another_clock_are_those_of_this_one(
     assert output(capfd)[0] == []
 
 
-def test_a_large_log_is_fetched_in_parts_and_one_on_a_shared_disk_needs_no_ssh(
+def test_a_large_log_is_fetched_in_parts_and_a_shared_one_needs_no_ssh(
     pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(remote, "_MAX_BYTES", 20)

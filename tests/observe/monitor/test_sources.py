@@ -190,7 +190,7 @@ def test_a_run_is_followed_from_its_start_to_its_end(host: ThisHost, folder: Pat
     assert (run.state, run.update, run.samples_are) == ("interrupted", 2, "images")
 
 
-def test_a_process_that_does_not_answer_is_shown_with_its_last_state(host: Any, folder: Path, monkeypatch: Any) -> None:
+def test_a_silent_process_is_shown_with_its_last_state(host: Any, folder: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(run_source, "TIMEOUT_S", 0.2)
     frozen, thawed = threading.Event(), threading.Event()
 
@@ -275,9 +275,7 @@ def devices_of_tool(wait_s: float) -> Any:
 
 
 @pytest.mark.parametrize("content", FORMATS, ids=["flat", "cards", "processes"])
-def test_gc_monitor_is_asked_where_it_is_installed(
-    processes: None, content: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_gc_monitor_is_asked_where_it_is_there(processes: None, content: Any, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "answer.json").write_text(json.dumps(content))
     install(tmp_path, monkeypatch, f"test $1 = --json && cat {tmp_path}/answer.json")
     assert devices_of_tool(20) == (Device(0, 12, "eve", "python a.py"), Device(1))

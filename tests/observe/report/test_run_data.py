@@ -163,7 +163,7 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
         RunReader(tmp_path / "missing")
 
 
-def test_a_run_whose_coordinator_died_on_another_host_has_died_there_and_in_the_dashboard(
+def test_a_run_whose_coordinator_died_on_another_host_has_died_also_in_the_dashboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
@@ -285,7 +285,7 @@ def two_runs(folder: Path) -> List[str]:
 
 
 @pytest.mark.parametrize("command", ["compare", "report"])
-def test_a_folder_of_runs_is_named_with_the_way(command: str, tmp_path: Path, capsys: Any) -> None:
+def test_a_folder_of_runs_is_named(command: str, tmp_path: Path, capsys: Any) -> None:
     two_runs(tmp_path)
     assert main([command, str(tmp_path)]) == 2
     assert f"it contains 2 runs: name them, as in {tmp_path}/*" in capsys.readouterr().err
@@ -317,7 +317,7 @@ def test_a_terminal_gets_as_many_tables_as_the_runs_need(tmp_path: Path, monkeyp
     assert "\n\n" not in capsys.readouterr().out
 
 
-def test_more_than_five_runs_have_the_command_of_their_parallel_coordinates(
+def test_more_than_five_runs_have_the_command_of_their_coordinates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -62,7 +62,7 @@ def content_of(folder: Path) -> Dict[str, bytes]:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_training_serves_its_state_while_it_runs_and_resumes_with_another_port(tmp_path: Path, capfd: Any) -> None:
+def test_a_training_serves_its_state_and_resumes_with_another_port(tmp_path: Path, capfd: Any) -> None:
     folder, chosen, seen = tmp_path / "run", free_port(), []  # type: ignore[var-annotated]
 
     def look(event: Event) -> None:
@@ -103,9 +103,7 @@ def assert_closed(folder: Path, port: int) -> None:
         get(port, "/status")
 
 
-def test_a_port_in_use_or_a_wrong_one_is_one_line_and_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_in_use_or_a_wrong_one_leaves_no_folder(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.chdir(tmp_path)
     with TokenServer({}) as other:
         for more in ([f"--status-port={other.port}"], [f"--status-port={other.port}", "--detach"]):
@@ -150,9 +148,7 @@ def test_the_token_is_removed_by_an_exception_and_by_an_abort(make: Any, tmp_pat
 
 
 @pytest.mark.parametrize(("cpu_s", "kept_s"), [(0.0001, 0.5), (0.001, 1.0), (0.1, 2.0)])
-def test_a_response_is_computed_so_rarely_that_it_takes_a_thousandth_of_a_core(
-    cpu_s: float, kept_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_responses_take_at_most_a_thousandth_of_a_core(cpu_s: float, kept_s: float, monkeypatch: Any) -> None:
     now_s = {"monotonic": 100.0, "thread_time": 0.0}
     clocks = SimpleNamespace(monotonic=lambda: now_s["monotonic"], thread_time=lambda: now_s["thread_time"])
     monkeypatch.setattr(endpoint, "time", clocks)

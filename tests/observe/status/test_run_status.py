@@ -86,7 +86,7 @@ def test_a_repaired_run_from_its_start_to_its_end(make: Callable[..., Plan]) -> 
     assert last["plan"]["total_updates"] == 4
 
 
-def test_a_snapshot_has_the_heartbeats_the_usage_of_hosts_and_the_user(make: Any, monkeypatch: Any) -> None:
+def test_a_snapshot_has_heartbeats_usage_and_the_user(make: Any, monkeypatch: Any) -> None:
     plan = make(training={"updates": 2}, pod={"replicas": 4, "num_instances": 2})
     last = statuses(plan, ScriptedFleet(plan))[-1][1]
     first, second = last["instances"]
@@ -99,7 +99,7 @@ def test_a_snapshot_has_the_heartbeats_the_usage_of_hosts_and_the_user(make: Any
     assert [usage["cpu_share"] for usage in last["hosts"].values()] == [0.5]
 
 
-def test_an_elastic_run_that_is_rolled_back_shows_nothing_of_the_updates_that_are_repeated(make: Any) -> None:
+def test_an_elastic_run_that_is_rolled_back_shows_no_repeated_updates(make: Any) -> None:
     status = RunStatus(make(pod={"replicas": 8, "num_instances": 4, "elastic": True}), dict)
     for number in (4, 5, 6):
         status.on_event(events.UpdateDone(number, 1, {"loss": 1.0 * number, "accuracy": 0.0}, 32 * number, 9.0, 2.0))
@@ -185,7 +185,7 @@ def test_the_metrics_of_programs(status: LaunchStatus, tmp_path: Path) -> None:
     ],
     ids=["done", "failed", "signal"],
 )
-def test_launch_json_holds_the_endpoint_while_the_launch_runs_and_then_its_end(
+def test_launch_json_holds_the_endpoint_and_then_the_end(
     error: Optional[BaseException], state: str, code: int, message: str, tmp_path: Path
 ) -> None:
     status = LaunchStatus(place(LOCAL, Sizes(1, 1, 1)), ("true",))
@@ -224,7 +224,7 @@ def test_a_token_of_another_process_stays_and_one_that_cannot_be_written_is_one_
             context.__enter__()
 
 
-def test_a_port_in_use_or_a_wrong_one_is_one_line_before_anything_is_printed_or_started(
+def test_a_port_in_use_or_a_wrong_one_is_one_line_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -210,9 +210,7 @@ def test_a_run_and_its_resumption_are_one_run(fake: Path, tmp_path: Path, capsys
     assert lines_of(fake)[0]["parameters"]["training.model"] == "tiny"
 
 
-def test_a_tracker_that_hangs_is_ended(
-    fake: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, processes: None
-) -> None:
+def test_a_hanging_tracker_is_ended(fake: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, processes: None) -> None:
     """Leaving the context kills a tracker that would need longer; `leaves_nothing_behind` checks it."""
     monkeypatch.setenv("FAKE_TRACKER_HANGS", "1")
     flags = [*FLAGS, "--updates", "2", "--tracker", FAKE, "--tracker-timeout-s", "0.1"]
@@ -287,9 +285,7 @@ def test_a_tracker_whose_process_is_killed_is_started_again(fake: Path, make: An
         (["--tracker-artifacts", "some"], "run.tracker_artifacts"),
     ],
 )
-def test_a_wrong_or_missing_tracker_is_one_line(
-    flags: List[str], words: str, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_wrong_tracker_is_one_line(flags: Any, words: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("mlflow", "wandb") else found(name))
     assert train.main([*FLAGS, *flags, "--run-dir", str(tmp_path / "run")]) == ConfigError.exit_code

@@ -155,7 +155,7 @@ def test_the_script_is_valid() -> None:
     assert os.access(SCRIPT, os.X_OK)
 
 
-def test_a_job_that_is_preempted_is_queued_again_and_completes_the_run(
+def test_a_preempted_job_is_queued_again_and_completes_the_run(
     start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "steady").touch()
@@ -200,7 +200,7 @@ def test_a_folder_of_ray_that_other_users_can_use_ends_the_job(tmp_path: Path) -
     assert not list(folder.iterdir())
 
 
-def test_a_wrong_flag_ends_the_job_with_its_line_and_without_a_requeue(start: Any, tmp_path: Path) -> None:
+def test_a_wrong_flag_ends_the_job_without_a_requeue(start: Any, tmp_path: Path) -> None:
     job = start("", "--batch-sice", "8")
     assert job.process.wait(COMMAND_S) == 2, job.output
     assert "unknown flag --batch-sice; did you mean --batch-size" in job.output

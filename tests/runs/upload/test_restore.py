@@ -106,7 +106,7 @@ def test_a_checkpoint_by_its_url(stored: Path, tmp_path: Path, capfd: pytest.Cap
     assert not (tmp_path / "none").exists()
 
 
-def test_a_checkpoint_by_its_url_counts_also_in_the_folder_of_the_run(
+def test_a_checkpoint_by_its_url_counts_in_the_folder_of_the_run(
     stored: Path,
     resume: Callable[..., str],
     tmp_path: Path,
@@ -140,9 +140,7 @@ def test_a_checkpoint_by_its_url_counts_also_in_the_folder_of_the_run(
     assert "holds update-00000002 already; resuming from it" in again(7), "it had not begun"
 
 
-def test_the_files_of_a_folder_stay_if_no_checkpoint_on_the_storage_is_valid(
-    stored: Path, resume: Callable[..., str], tmp_path: Path
-) -> None:
+def test_the_files_of_a_folder_stay_if_no_stored_checkpoint_is_valid(stored: Path, resume: Any, tmp_path: Path) -> None:
     resume()
     new, before = tmp_path / "new", {}
     shutil.rmtree(str(new / "checkpoints"))

@@ -107,9 +107,7 @@ def test_a_checkpoint_that_is_removed_on_the_host_is_complete_or_counted(run: Pa
 
 
 @pytest.mark.parametrize("damaged", [1, 2, 4])
-def test_a_damaged_checkpoint_is_named_and_blocks_nothing(
-    run: Path, url: str, remote: Path, tmp_path: Path, damaged: int
-) -> None:
+def test_a_damaged_checkpoint_blocks_nothing(run: Path, url: str, remote: Path, tmp_path: Path, damaged: int) -> None:
     names = [name_of(update) for update in range(1, 5)]
 
     def save_and_damage(update: int) -> str:
@@ -140,7 +138,7 @@ def test_a_damaged_checkpoint_is_named_and_blocks_nothing(
 
 
 @pytest.mark.parametrize("is_passing", [False, True])
-def test_a_file_that_cannot_be_read_is_named_and_blocks_nothing(
+def test_an_unreadable_file_is_named_and_blocks_nothing(
     run: Path, url: str, remote: Path, monkeypatch: pytest.MonkeyPatch, is_passing: bool
 ) -> None:
     content, is_bad = mirrored_files.Snapshot.content, True
@@ -164,7 +162,7 @@ def test_a_file_that_cannot_be_read_is_named_and_blocks_nothing(
     assert summary_of(remote / "a run")["storage"]["not_mirrored"] == list(found.pending)
 
 
-def test_an_evaluation_replaces_only_the_manifest_and_other_weights_the_checkpoint(
+def test_an_evaluation_replaces_the_manifest_and_other_weights_the_checkpoint(
     run: Path, url: str, tmp_path: Path
 ) -> None:
     name = save(run, 1)
@@ -202,9 +200,7 @@ def test_another_run_and_other_files_are_not_overwritten(run: Path, url: str, re
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", None])
-def test_a_run_whose_identity_was_lost_is_known_by_its_event_log(
-    run: Path, url: str, remote: Path, damage: Optional[bytes]
-) -> None:
+def test_a_lost_identity_is_known_by_the_event_log(run: Path, url: str, remote: Path, damage: Optional[bytes]) -> None:
     log = b'{"unix_s": 1.5, "event": "process_started", "pid": 7, "host": "a"}\n'
     (run / "events.jsonl").write_bytes(log)
     mirror(run, url)
@@ -245,9 +241,7 @@ def test_an_older_process_of_the_run_ends_when_another_one_mirrors_it(run: Path,
 
 
 @pytest.mark.parametrize("at", ["half", "close"])
-def test_a_pod_that_was_cut_off_removes_nothing_of_the_one_that_has_taken_over(
-    run: Path, url: str, tmp_path: Path, at: str
-) -> None:
+def test_a_pod_that_was_cut_off_removes_nothing_of_its_successor(run: Path, url: str, tmp_path: Path, at: str) -> None:
     save(run, 1)
     new = tmp_path / "new" / "a run"
 
@@ -300,9 +294,7 @@ def test_a_checkpoint_that_appears_after_the_listing_is_not_removed(run: Path, u
     assert not foreign.exists(), "what an interrupted upload has left is removed"
 
 
-def test_objects_that_were_removed_or_truncated_are_uploaded_again(
-    run: Path, url: str, remote: Path, tmp_path: Path
-) -> None:
+def test_objects_removed_or_truncated_are_uploaded_again(run: Path, url: str, remote: Path, tmp_path: Path) -> None:
     names = [save(run, 1), save(run, 2)]
 
     def damage() -> None:
@@ -365,7 +357,7 @@ class FailsAt:
 
 
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "an error"])
-def test_a_failure_at_any_operation_leaves_whole_checkpoints_and_files(
+def test_a_failure_leaves_whole_checkpoints_and_files(
     run: Path, url: str, remote: Path, tmp_path: Path, is_killed: bool
 ) -> None:
     save(run, 1)
@@ -440,9 +432,7 @@ def test_a_storage_that_never_answers_is_reported_at_once(run: Path, url: str) -
     assert seen[0].pending[:2] == ("config.yaml", "metrics.jsonl")
 
 
-def test_a_full_storage_keeps_the_older_checkpoint_until_the_newer_one_fits(
-    run: Path, url: str, tmp_path: Path
-) -> None:
+def test_a_full_storage_keeps_the_older_checkpoint_until_the_newer_fits(run: Path, url: str, tmp_path: Path) -> None:
     save(run, 1)
 
     def fault(operation: str, path: str) -> None:
