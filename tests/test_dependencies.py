@@ -39,10 +39,8 @@ def requirements() -> Dict[str, List[Requirement]]:
     project = text[text.index("\ndependencies = [") : text.index("\n[project.scripts]")]
     uncommented = re.sub(r'("[^"]*")|\s*#.*', r"\1", project)
     lists = re.findall(r"^([\w-]+) = \[(.*?)\]$", uncommented, re.MULTILINE | re.DOTALL)
-    return {
-        "" if name == "dependencies" else name: [Requirement(each) for each in re.findall(r'"([^"]+)"', content)]
-        for name, content in lists
-    }
+    quoted = {name: re.findall(r'"([^"]+)"', content) for name, content in lists}
+    return {name if name != "dependencies" else "": list(map(Requirement, each)) for name, each in quoted.items()}
 
 
 def names(extras: Iterator[str]) -> Set[str]:

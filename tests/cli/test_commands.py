@@ -83,10 +83,7 @@ def test_the_help_imports_neither_torch_nor_ray(processes: None, line: str, tmp_
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (
-            "monitor --intervall 3",
-            "unknown flag --intervall; did you mean --interval?; raypod monitor --help lists all",
-        ),
+        ("monitor --intervall", "unknown flag --intervall; did you mean --interval?; raypod monitor --help lists all"),
         ("export --formt onnx", "unknown flag --formt; did you mean --format?; raypod export --help lists all"),
         ("up --wait-host=3", "unknown flag --wait-host; did you mean --wait-hosts?; raypod up --help lists all"),
         ("doctor --clutser f", "unknown flag --clutser; did you mean --cluster?; raypod doctor --help lists all"),

@@ -46,11 +46,8 @@ def test_a_run_resumes_elsewhere_with_other_instances_of_which_two_are_killed(
         (tmp_path / name).write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    task = {
-        "task": {"name": "shapes:Shapes"},
-        "training": {"updates": 20, "epochs": 9, "evaluate_every": 1},
-        "data": {"num_workers": 1},
-    }
+    training = {"updates": 20, "epochs": 9, "evaluate_every": 1}
+    task = {"task": {"name": "shapes:Shapes"}, "training": training, "data": {"num_workers": 1}}
     log = ["grad-norm", "weight-norm", "update-ratio"]
     inline = {"fleet": "inline", "checkpoint_every": "10 updates", "log": log}
     one = plan_for(tmp_path / "1x4", run=inline, pod={"num_instances": 1}, **task)

@@ -138,10 +138,8 @@ def answer_of_hosts(monkeypatch: pytest.MonkeyPatch, drivers: List[Dict[str, Any
 def test_up_names_what_is_active_and_stops_it_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     said: List[str] = []
     asked = answer_of_hosts(monkeypatch, [TRAINING, OTHER], "", {})
-    names = [
-        "10.0.0.11: /runs/a (pid 5: python -m raypod.train)",
-        "10.0.0.99: (pid 6: python mine.py -x TOKEN=*** -x A)",
-    ]
+    first, second = "/runs/a (pid 5: python -m raypod.train)", "(pid 6: python mine.py -x TOKEN=*** -x A)"
+    names = [f"10.0.0.11: {first}", f"10.0.0.99: {second}"]
     words = "pod64: a restart of Ray would end 2 active programs; --stop-runs stops them first, .*\n  "
     with pytest.raises(ClusterError, match=words + re.escape("\n  ".join(names))):
         stop_runs.make_way(CLUSTER, FILE, False, said.append)
@@ -185,7 +183,7 @@ def test_a_second_up_says_which_one_runs(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert said == ["warning: 10.0.0.11: cannot lock pod64; no other `raypod up` may run for it now"]
 
 
-def test_only_marked_processes_and_their_children_are_ended(processes: None) -> None:
+def test_only_marked_processes_of_this_user_and_their_children_are_ended(processes: None) -> None:
     def start(mark: str) -> Tuple[subprocess.Popen[bytes], int]:
         """Start a process with a mark, and a child of it without one."""
         program = "env -i sleep 60 & echo $!; wait; exec sleep 60"  # so that the parent does not end with its child
@@ -198,23 +196,15 @@ def test_only_marked_processes_and_their_children_are_ended(processes: None) -> 
         assert stop_cluster.stop("pod-a") == {"found": 2, "left": 0, "others": stop_cluster.stop("none")["others"]}
         assert ours.wait(10) != 0
         assert stop_cluster.members("pod-ab") == {other.pid, other_child}
+        with pytest.MonkeyPatch.context() as another:
+            another.setattr(stop_cluster.os, "getuid", lambda: os.geteuid() + 1)  # root reads every environment
+            assert stop_cluster.members("pod-ab") == set()
     finally:
         stop_cluster.stop("pod-ab")
         for process in (ours, other):
             process.wait(10)
             process.stdout.close()
     assert wait_until(lambda: not stop_cluster.members("pod-ab"))
-
-
-def test_a_cluster_of_that_name_of_another_user_is_not_ended(processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {**os.environ, stop_cluster.MARK: "pod-c"}
-    with subprocess.Popen(["sleep", "600"], env=environment) as process:
-        try:
-            assert wait_until(lambda: stop_cluster.members("pod-c") == {process.pid})
-            monkeypatch.setattr(stop_cluster.os, "getuid", lambda: os.geteuid() + 1)  # root reads every environment
-            assert stop_cluster.members("pod-c") == set()
-        finally:
-            process.kill()
 
 
 def test_agents_of_a_dead_raylet_are_ended(processes: None) -> None:
@@ -357,12 +347,7 @@ def test_the_token_of_the_head_is_not_replaced(
 
 
 @pytest.mark.parametrize(
-    ("answer", "runs"),
-    [
-        ({"drivers": [], "error": "", "runs": False}, False),
-        ({"drivers": [], "error": "", "runs": True}, True),
-        ({}, True),
-    ],
+    ("answer", "runs"), [({"drivers": [], "error": "", "runs": runs}, runs) for runs in (False, True)] + [({}, True)]
 )
 def test_a_head_without_an_answer_counts_as_running(pod: Any, answer: Any, runs: bool, monkeypatch: Any) -> None:
     def run_on(host: Host, _: Ssh, words: List[str], *__: Any) -> ssh.Result:

@@ -68,9 +68,9 @@ class Hosts:
         folder = self._root / host / ".raypod" / "copies" / run_id / f"{generation:06d}-{update:08d}"
         contents = {"ledger.jsonl": f"{update}\n" * 3, "metrics.jsonl": "", **checkpoint(update, generation, run_id)}
         write(folder, contents)
+        bytes_of = {name: text.encode() for name, text in contents.items()}
         records = {
-            name: {"size_bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-            for name, text in contents.items()
+            name: {"size_bytes": len(b), "sha256": hashlib.sha256(b).hexdigest()} for name, b in bytes_of.items()
         }
         facts = {"format": 1, "run_id": run_id, "run_dir": str(self.run_dir), "checkpoint": f"update-{update:08d}"}
         order = {"generation": generation, "update": update, "written_unix_s": written}
@@ -129,9 +129,7 @@ def test_commands_on_the_hosts_collect_copies_and_prefer_the_one_on_the_head(pro
         assert hosts.updates() == [100]
         for host in (HEAD, B, C):
             hosts.copy(host, 200)
-        assert hosts.collect()[0].startswith(
-            f"collected update-00000200 (generation 1) of {hosts.run_dir} from host {HEAD}"
-        )
+        assert hosts.collect()[0] == f"collected update-00000200 (generation 1) of {hosts.run_dir} from host {HEAD}"
         assert hosts.updates() == [200]
 
 

@@ -107,9 +107,7 @@ def test_only_what_raylets_have_logged_since_the_command_is_printed(processes: N
 
 def test_the_cause_in_the_log_of_the_autoscaler_is_newer_than_the_command(processes: None, logs: Path) -> None:
     logs.mkdir(parents=True)
-    nothing = (
-        "the autoscaler on the head has logged nothing about it since this command began (RAY_TMPDIR/ray/session_latest"
-    )
+    nothing = "the autoscaler on the head has logged nothing about it since this command began (RAY_TMPDIR/ray/session_"
     log = f"{log_time(300)}\tERR updater.py:1 -- NodeUpdater: 10.0.0.13: Error\nError: old\n"
     log += f"\x1b[0m{log_time(20)}\tINFO updater.py:210 -- New status: up-to-date\n"
     for more, cause in (

@@ -20,16 +20,9 @@ from raypod.errors import ClusterError, RunError
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Cluster, Host, Ssh, cluster_from
 from raypod.pod import file_checks, started, up
-from raypod.pod.file_checks import (
-    is_marked,
-    key_warnings,
-    launch_errors,
-    launch_warnings,
-    name_errors,
-    python_setting,
-    ray_folder,
-    tls_variables,
-)
+from raypod.pod.file_checks import is_marked, key_warnings, name_errors, python_setting, ray_folder, tls_variables
+from raypod.pod.file_checks import launch_errors as errors
+from raypod.pod.file_checks import launch_warnings as warnings
 from raypod.runtime import ssh
 from raypod.runtime.workers import ray_admission
 from raypod.system.private import make_private
@@ -38,51 +31,51 @@ from tests.support import ROOT
 SHIPPED = ROOT / "cluster" / "pod64.yaml"
 
 
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home folder of an operator with a key, in a checkout."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "id_ed25519").touch()
+    return tmp_path
+
+
 def problems(text: str, check: Any) -> List[str]:
     return [str(each) for each in check(cluster_file.parse(text))]
 
 
 def test_the_shipped_file_has_no_errors_and_no_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert problems(SHIPPED.read_text(), launch_errors) == []
-    assert problems(SHIPPED.read_text(), launch_warnings) == []
+    assert problems(SHIPPED.read_text(), errors) == []
+    assert problems(SHIPPED.read_text(), warnings) == []
     assert is_marked(cluster_file.parse(SHIPPED.read_text()))
 
 
 @pytest.mark.parametrize(
     ("check", "old", "new", "line"),
     [
-        (launch_errors, "cluster_name: pod64", "", "cluster_name is missing"),
-        (launch_errors, "  ssh_user: ubuntu", "", "auth.ssh_user is missing"),
-        (launch_errors, '"raypod"', '"rayopd"', "file_mounts: rayopd (for ~/raypod/source/raypod) does not exist"),
-        (launch_errors, "--autoscaling-config", "--a", "--autoscaling-config=~/ray_bootstrap_config.yaml is missing"),
-        (launch_errors, "RAY_AUTH_MODE=token ", "", "worker_start_ray_commands: RAY_AUTH_MODE=token is missing"),
-        (launch_errors, "s=10.0.0.11", "s=10.0.0.1", "-address=10.0.0.1 differs from provider.head_ip 10.0.0.11"),
-        (
-            launch_errors,
-            "per_host: 16",
-            "per_host: 8",
-            "16 IPUs in --resources, but metadata.raypod.ipus_per_host is 8",
-        ),
-        (launch_errors, " --resources='{\"IPU\":16}'", "", "no IPUs in --resources, but metadata.raypod.ipus_per_host"),
-        (
-            launch_errors,
-            "/private_ssh:",
-            "/other:",
-            "head_start_ray_commands: PATH=$HOME/raypod/source/raypod/pod/priv",
-        ),
-        (launch_warnings, "/system/private.py $RAY_TMPDIR", "/x", "RAY_TMPDIR can be a folder of another user"),
-        (launch_warnings, "RAY_TMPDIR=/tmp/", "", "worker_start_ray_commands: all users can write to /tmp/ray"),
-        (launch_warnings, "unset OMP_NUM_THREADS;", "", "sets OMP_NUM_THREADS=1"),
-        (launch_warnings, "RAY_enable_autoscaler_v2=0", "", "autoscaler v2 starts one worker too few"),
-        (launch_warnings, "host=127.0.0.1", "host=0.0.0.0", "the dashboard is open to the network"),
-        (launch_warnings, "AUTH_MODE=token", "AUTH_MODE=disabled", "anyone with access to a port can run commands"),
-        (launch_warnings, "python3 ~/raypod/source/raypod/pod/stop_cluster.py", "ray stop", "stops other Ray clusters"),
-        (launch_warnings, "/pod/active_runs.py", "/x", "plain `ray up` ends active runs; begin with python3"),
-        (launch_warnings, "RAYPOD_CLUSTER=pod64 ", "", "export RAYPOD_CLUSTER=<cluster_name>"),
+        (errors, "cluster_name: pod64", "", "cluster_name is missing"),
+        (errors, "  ssh_user: ubuntu", "", "auth.ssh_user is missing"),
+        (errors, '"raypod"', '"rayopd"', "file_mounts: rayopd (for ~/raypod/source/raypod) does not exist"),
+        (errors, "--autoscaling-config", "--a", "--autoscaling-config=~/ray_bootstrap_config.yaml is missing"),
+        (errors, "RAY_AUTH_MODE=token ", "", "worker_start_ray_commands: RAY_AUTH_MODE=token is missing"),
+        (errors, "s=10.0.0.11", "s=10.0.0.1", "-address=10.0.0.1 differs from provider.head_ip 10.0.0.11"),
+        (errors, "per_host: 16", "per_host: 8", "16 IPUs in --resources, but metadata.raypod.ipus_per_host is 8"),
+        (errors, " --resources='{\"IPU\":16}'", "", "no IPUs in --resources, but metadata.raypod.ipus_per_host"),
+        (errors, "/private_ssh:", "/other:", "head_start_ray_commands: PATH=$HOME/raypod/source/raypod/pod/priv"),
+        (warnings, "/system/private.py $RAY_TMPDIR", "/x", "RAY_TMPDIR can be a folder of another user"),
+        (warnings, "RAY_TMPDIR=/tmp/", "", "worker_start_ray_commands: all users can write to /tmp/ray"),
+        (warnings, "unset OMP_NUM_THREADS;", "", "sets OMP_NUM_THREADS=1"),
+        (warnings, "RAY_enable_autoscaler_v2=0", "", "autoscaler v2 starts one worker too few"),
+        (warnings, "host=127.0.0.1", "host=0.0.0.0", "the dashboard is open to the network"),
+        (warnings, "AUTH_MODE=token", "AUTH_MODE=disabled", "anyone with access to a port can run commands"),
+        (warnings, "python3 ~/raypod/source/raypod/pod/stop_cluster.py", "ray stop", "stops other Ray clusters"),
+        (warnings, "/pod/active_runs.py", "/x", "plain `ray up` ends active runs; begin with python3"),
+        (warnings, "RAYPOD_CLUSTER=pod64 ", "", "export RAYPOD_CLUSTER=<cluster_name>"),
     ],
 )
-def test_launch_errors_and_warnings(check: Any, old: str, new: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_and_warnings(check: Any, old: str, new: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert any(line in each for each in problems(SHIPPED.read_text().replace(old, new), check))
 
@@ -126,7 +119,7 @@ def test_only_a_literal_other_name_is_an_error(command: str, words: str) -> None
 
 def test_missing_relative_sources_are_one_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    found = [each for each in problems(SHIPPED.read_text(), launch_errors) if "file_mounts" in each]
+    found = [each for each in problems(SHIPPED.read_text(), errors) if "file_mounts" in each]
     assert len(found) == 1
     assert "raypod (for ~/raypod/source/raypod), cluster (for ~/raypod/source/cluster), " in found[0]
     assert "run this command in the folder to which these paths are relative" in found[0]
@@ -160,23 +153,19 @@ def test_the_token_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     assert (path.read_text(), path.stat().st_mode & 0o777) == (token, 0o600)
 
 
-def test_a_missing_key_a_lost_head_and_another_name_end_up_before_ray_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_a_missing_key_a_lost_head_and_another_name_end_up(home: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(ssh, "run_on", lambda *_, **__: ssh.Result(255, "", "No route to host"))
     monkeypatch.setattr(up, "_run_ray", lambda *_: pytest.fail("ray up was called"))
+    (home / ".ssh" / "id_ed25519").rename(home / "key")
     assert main(["up", str(SHIPPED)]) == 2
     assert "line 25: auth.ssh_private_key: ~/.ssh/id_ed25519 does not exist" in capsys.readouterr().err
-    (tmp_path / ".ssh").mkdir()
-    (tmp_path / ".ssh" / "id_ed25519").touch()
+    (home / "key").rename(home / ".ssh" / "id_ed25519")
     assert main(["up", str(SHIPPED)]) == 2
     assert "the head 10.0.0.11 is unreachable: No route to host" in capsys.readouterr().err
-    assert len((tmp_path / ".ray" / "auth_token").read_text()) == 64
+    assert len((home / ".ray" / "auth_token").read_text()) == 64
     monkeypatch.setattr(ssh, "run_on", lambda *_, **__: pytest.fail("a host was contacted"))
-    (tmp_path / "mine.yaml").write_text(SHIPPED.read_text().replace("cluster_name: pod64", "cluster_name: mine"))
-    assert main(["up", str(tmp_path / "mine.yaml")]) == 2
+    (home / "mine.yaml").write_text(SHIPPED.read_text().replace("cluster_name: pod64", "cluster_name: mine"))
+    assert main(["up", str(home / "mine.yaml")]) == 2
     assert "RAYPOD_CLUSTER=pod64, stop_cluster.py pod64, active_runs.py pod64, cluster-pod64" in capsys.readouterr().err
 
 
@@ -207,11 +196,7 @@ def test_folders_that_other_users_can_use_are_found_on_the_hosts(processes: None
         assert head.is_dir() == create
 
 
-def test_a_host_whose_folder_others_can_use_is_not_started(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".ssh").mkdir()
-    (tmp_path / ".ssh" / "id_ed25519").touch()
+def test_a_host_whose_folder_others_can_use_is_not_started(home: Path, monkeypatch: Any, capsys: Any) -> None:
 
     def run_on(host: Host, _: Ssh, words: List[str], *__: Any, **___: Any) -> ssh.Result:
         is_bad = host.address == "10.0.0.13" and "exec python3 - /tmp/ray-$(id -un)" in words
@@ -304,13 +289,7 @@ def test_the_launcher_state_of_an_earlier_start_is_removed(monkeypatch: pytest.M
     assert [path.name for path in (tmp_path / "ray").iterdir()] == ["cluster-pod-b.state"]
 
 
-def test_an_added_host_is_told_to_the_autoscaler_once_the_files_are_on_the_head(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".ssh").mkdir()
-    (tmp_path / ".ssh" / "id_ed25519").touch()
+def test_an_added_host_is_told_to_the_autoscaler_once_the_files_are_on_the_head(home: Path, monkeypatch: Any) -> None:
     calls: List[List[str]] = []
 
     def run_on(host: Host, _: Ssh, words: List[str], *__: Any, **___: Any) -> ssh.Result:
@@ -393,26 +372,28 @@ def test_a_host_with_another_version_of_ray_than_the_head_does_not_join(monkeypa
 
 def test_hosts_that_do_not_join_without_a_key_of_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "auth.ssh_private_key is not set: the head logs in to the workers with its own default key"
-    line = "  ssh_private_key: ~/.ssh/id_ed25519\n"
-    for text in (SHIPPED.read_text(), SHIPPED.read_text().replace(line, "")):
+    for removed in ("", "  ssh_private_key: ~/.ssh/id_ed25519\n"):
         answer_missing(monkeypatch, ["10.0.0.14"], ["10.0.0.14"])
         with pytest.raises(RunError, match=r"pod64: 1 of 4 hosts did not join within 9 s") as error:
-            wait_for_hosts(text, 9)
-        assert (words in str(error.value)) == (line not in text)
+            wait_for_hosts(SHIPPED.read_text().replace(removed, ""), 9)
+        assert (words in str(error.value)) == bool(removed)
 
 
-def test_a_key_is_missing_only_with_workers() -> None:
-    text = SHIPPED.read_text().replace("  ssh_private_key:", "  # ")
-    (warning,) = problems(text, key_warnings)
-    assert warning.startswith("line 19: auth.ssh_private_key is not set")
-    assert problems(text.replace("worker_ips: [10.0.0.12, 10.0.0.13, 10.0.0.14]", "worker_ips: []"), key_warnings) == []
-
-
-def test_tls_variables_of_the_start_commands() -> None:
+def test_the_text_of_the_start_commands_and_settings_is_read() -> None:
     words = "RAY_USE_TLS=1 RAY_TLS_SERVER_CERT=/c RAY_TLS_SERVER_KEY=/k RAY_TLS_CA_CERT=/ca "
     text = SHIPPED.read_text().replace("export RAYPOD", f"export {words}RAYPOD")
     assert " ".join(tls_variables(cluster_file.parse(text))) + " " == words
     assert tls_variables(cluster_file.parse(SHIPPED.read_text())) == []
+    provider = "provider: {type: local, head_ip: a}\n"
+    for text, setting in (
+        (f"metadata:\n  raypod:\n    python: python4\n{provider}", "metadata.raypod.python in line 3"),
+        (provider, "metadata.raypod.python (default: python3)"),
+    ):
+        assert python_setting(cluster_file.parse(text)) == setting
+    text = SHIPPED.read_text().replace("  ssh_private_key:", "  # ")
+    (warning,) = problems(text, key_warnings)
+    assert warning.startswith("line 19: auth.ssh_private_key is not set")
+    assert problems(text.replace("worker_ips: [10.0.0.12, 10.0.0.13, 10.0.0.14]", "worker_ips: []"), key_warnings) == []
 
 
 def test_a_missing_interpreter_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -429,35 +410,23 @@ def test_a_missing_interpreter_is_a_warning(monkeypatch: pytest.MonkeyPatch, cap
     )
 
 
-def test_the_setting_of_the_interpreter_is_named_with_its_line() -> None:
-    provider = "provider: {type: local, head_ip: a}\n"
-    for text, setting in (
-        (f"metadata:\n  raypod:\n    python: python4\n{provider}", "metadata.raypod.python in line 3"),
-        (provider, "metadata.raypod.python (default: python3)"),
-    ):
-        assert python_setting(cluster_file.parse(text)) == setting
-
-
 BANNER = r"printf '\377\376 {Gr\374\337e} '; printf '\377\376 last\n' >&2"
 RUN = 'for last; do :; done; sh -c "$last"; code=$?; printf "{logout} \\377\\n"; exit $code'
 
 
-def use_ssh(monkeypatch: pytest.MonkeyPatch, folder: Path, *lines: str) -> str:
-    (folder / "ssh").write_text("\n".join(["#!/bin/sh", *lines, ""]))
-    (folder / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setenv("HOME", str(folder))
-    monkeypatch.chdir(ROOT)
-    (folder / ".ssh").mkdir()
-    (folder / ".ssh" / "id_ed25519").touch()
+def use_ssh(monkeypatch: pytest.MonkeyPatch, home: Path, *lines: str) -> str:
+    """Put a fake `ssh` on PATH; return a cluster file whose hosts are reached by it, as addresses of this machine."""
+    (home / "ssh").write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    (home / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{home}:{os.environ['PATH']}")
     text = (ROOT / "cluster" / "emulated-pod.yaml").read_text().replace("10.0.0.", "127.0.0.")
-    file = folder / "cluster.yaml"
+    file = home / "cluster.yaml"
     file.write_text(text.replace("emulated-pod", f"t{uuid.uuid4().hex}"))
     return str(file)
 
 
-def test_doctor_and_down_read_between_banners(processes: None, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
-    file = use_ssh(monkeypatch, tmp_path, BANNER, RUN)
+def test_doctor_and_down_read_between_banners(processes: None, monkeypatch: Any, home: Path, capsys: Any) -> None:
+    file = use_ssh(monkeypatch, home, BANNER, RUN)
     assert main(["doctor", "--json", "--cluster", file]) in (0, 2)
     hosts = json.loads(capsys.readouterr().out)["hosts"]
     assert [facts["user"] for facts in hosts.values()] == ["root" if os.getuid() == 0 else os.environ["USER"]] * 3
@@ -466,17 +435,21 @@ def test_doctor_and_down_read_between_banners(processes: None, monkeypatch: Any,
     assert "stopped on all 3 hosts" in capsys.readouterr().err
 
 
-def test_the_error_of_a_head_can_have_any_bytes(processes: None, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
-    file = use_ssh(monkeypatch, tmp_path, BANNER, "exit 255")
+def test_the_error_of_a_head_can_have_any_bytes(processes: None, monkeypatch: Any, home: Path, capsys: Any) -> None:
+    file = use_ssh(monkeypatch, home, BANNER, "exit 255")
     assert main(["up", file]) == 2
     assert "the head 127.0.0.11 is unreachable: \\xff\\xfe last" in capsys.readouterr().err
+    file = use_ssh(monkeypatch, home, BANNER, "printf '{\\n}'")
+    done = ssh.run_on(Host("h", "127.0.0.11"), Ssh(), ["true"])
+    assert done.json_object("hostname") is None
+    assert done.excerpt.startswith(r"'\\xff\\xfe {Gr\\xfc\\xdfe} {")
 
 
 @pytest.mark.parametrize("options", [["-t", "ed25519"], ["-t", "rsa", "-b", "2048", "-m", "PEM"], ["-m", "PKCS8"]])
-def test_a_passphrase_is_named(processes: None, monkeypatch: Any, tmp_path: Path, options: List[str]) -> None:
+def test_a_passphrase_is_named(processes: None, monkeypatch: Any, home: Path, options: List[str]) -> None:
     """As the cause where ssh cannot ask for it, and before a start of workers, which the head cannot log in to."""
-    file = use_ssh(monkeypatch, tmp_path, "echo 'me@host: Permission denied (publickey).' >&2; exit 255")
-    key, host = tmp_path / ".ssh" / "id_ed25519", Host("h", "127.0.0.11")
+    file = use_ssh(monkeypatch, home, "echo 'me@host: Permission denied (publickey).' >&2; exit 255")
+    key, host = home / ".ssh" / "id_ed25519", Host("h", "127.0.0.11")
     for phrase, hint in (("", ""), ("secret", f" ({key} has a passphrase, and no ssh agent here has the key: eval ")):
         key.unlink()
         subprocess.run(["ssh-keygen", "-q", *options, "-N", phrase, "-f", str(key)], timeout=60, check=True)
@@ -490,13 +463,6 @@ def test_a_passphrase_is_named(processes: None, monkeypatch: Any, tmp_path: Path
         assert file_checks.key_errors(cluster_file.parse(one_host)) == []
 
 
-def test_a_host_without_facts_shows_its_output(processes: None, monkeypatch: Any, tmp_path: Path) -> None:
-    use_ssh(monkeypatch, tmp_path, BANNER, "printf '{\\n}'")
-    done = ssh.run_on(Host("h", "127.0.0.11"), Ssh(), ["true"])
-    assert done.json_object("hostname") is None
-    assert done.excerpt.startswith(r"'\\xff\\xfe {Gr\\xfc\\xdfe} {")
-
-
 @pytest.mark.parametrize(
     ("source", "target", "expected"),
     [
@@ -507,10 +473,7 @@ def test_a_host_without_facts_shows_its_output(processes: None, monkeypatch: Any
         (["sleep", "600"], ["cat"], (124, "", "no answer within 0.2 s")),
     ],
 )
-def test_output_is_the_input_of_a_command_on_another_host(
-    processes: None, source: Any, target: Any, expected: Any
-) -> None:
-    host = Host("localhost", "localhost")
-    timeout_s = 0.2 if "600" in source else 60.0
+def test_output_is_the_input_of_another_hosts_command(processes: None, source: Any, target: Any, expected: Any) -> None:
+    host, timeout_s = Host("localhost", "localhost"), 0.2 if "600" in source else 60.0
     done = ssh.pipe((host, source), (host, target), Ssh(), timeout_s)
     assert (done.exit_code, done.output.strip(), done.error) == expected

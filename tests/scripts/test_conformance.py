@@ -14,11 +14,8 @@ from conformance import expected, horovod, rules, runs, tables
 from conformance.clone import CloneError, extract
 from conformance.outcomes import EXCLUDED, FAILED, PASSED, SKIPPED, Outcome
 
-OUTCOMES = [
-    Outcome("test_good", PASSED),
-    Outcome("test_bad[a]", FAILED, "why"),
-    Outcome("test_ir", EXCLUDED, "reads the IR of PopART"),
-]
+EXCLUDED_TEST = Outcome("test_ir", EXCLUDED, "reads the IR of PopART")
+OUTCOMES = [Outcome("test_good", PASSED), Outcome("test_bad[a]", FAILED, "why"), EXCLUDED_TEST]
 HELPERS = """
 def read_ir(model):
     return model._debugGetPopartIR()
@@ -169,11 +166,8 @@ def test_an_entry_counts_in_its_environment_only(tmp_path: Path) -> None:
         "- {tests: [d, e], reason: r, semantic: false}\n"
         "- {tests: f, reason: r, where: [yaml, not no_such_package]}\n"  # its distribution is called PyYAML
     )
-    assert [(entry.patterns, entry.is_semantic) for entry in expected.read_list(path)] == [
-        (["a"], True),
-        (["d", "e"], False),
-        (["f"], True),
-    ]
+    entries = [(entry.patterns, entry.is_semantic) for entry in expected.read_list(path)]
+    assert entries == [(["a"], True), (["d", "e"], False), (["f"], True)]
     path.write_text("- {tests: a}\n")
     with pytest.raises(expected.ListError, match="`reason`"):
         expected.read_list(path)
@@ -205,12 +199,8 @@ def clone(processes: None, tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
     author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    for command in (
-        ["init", "-q"],
-        ["add", "."],
-        [*author, "commit", "-qm", "x"],
-        ["clone", "-q", "--bare", ".", "../bare"],
-    ):
+    committed = [*author, "commit", "-qm", "x"]
+    for command in (["init", "-q"], ["add", "."], committed, ["clone", "-q", "--bare", ".", "../bare"]):
         subprocess.run(["git", *command], cwd=tmp_path / "clone", check=True)
     return tmp_path / "bare"
 
@@ -258,9 +248,8 @@ def test_a_folder_without_repository_is_an_error(processes: None, tmp_path: Path
 
 
 def test_a_folder_is_extracted_although_objects_outside_of_it_are_missing(clone: Path, tmp_path: Path) -> None:
-    blob = subprocess.check_output(
-        ["git", "rev-parse", "HEAD:poptorch_geometric/python/__init__.py"], cwd=clone, text=True
-    )
+    name = "HEAD:poptorch_geometric/python/__init__.py"
+    blob = subprocess.check_output(["git", "rev-parse", name], cwd=clone, text=True)
     (clone / "objects" / blob[:2] / blob[2:].strip()).unlink()
     extract(clone, ["tests/gnn"], tmp_path / "copy")
     assert (tmp_path / "copy/tests/gnn/test_third.py").read_text() == "import json.no_such_module"

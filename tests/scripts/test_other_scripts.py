@@ -47,10 +47,8 @@ SCRIPT = ROOT / "scripts" / "dev"
 
 
 def dev(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "VIRTUAL_ENV": sys.prefix}
-    return subprocess.run(
-        [str(SCRIPT), *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    options: Any = {"cwd": folder, "env": {**os.environ, "VIRTUAL_ENV": sys.prefix}, "timeout": 60}
+    return subprocess.run([str(SCRIPT), *words], capture_output=True, text=True, check=False, **options)
 
 
 @pytest.mark.parametrize("words", [(), ("tests",), ("--help",)])

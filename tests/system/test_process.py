@@ -241,11 +241,9 @@ def test_two_nodes_of_16_cores_with_two_hardware_threads(two_nodes: Path) -> Non
     four = parts(cores, 4)
     assert four[:2] == [[*range(8), *range(32, 40)], [*range(16, 24), *range(48, 56)]]
     assert sorted(cpu for part in four for cpu in part) == list(range(64))
-    assert parts(cores, 3) == [
-        [*range(8), *range(32, 40)],
-        [*range(16, 32), *range(48, 64)],
-        [*range(8, 16), *range(40, 48)],
-    ]
+    first, second, third = parts(cores, 3)
+    assert (first, third) == ([*range(8), *range(32, 40)], [*range(8, 16), *range(40, 48)])
+    assert second == [*range(16, 32), *range(48, 64)]
     shared = parts(cores, 64)  # more instances than cores
     assert all((len(part), shared.count(part)) == (2, 2) for part in shared)
 

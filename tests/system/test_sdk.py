@@ -80,9 +80,8 @@ def test_the_emulated_sdk_replaces_one_that_was_imported_before(processes: None,
     (tmp_path / "poptorch.py").write_text(FAKE["with_ipus"])
     program = SELECT.format(device="emulated", before="import poptorch")  # by the template of the workers
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
-    )
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert "emulated_sdk/poptorch" in done.stdout, done.stderr
 
 

@@ -97,11 +97,8 @@ def test_a_run_on_the_pod_has_the_weights_of_a_run_on_one_host(pod: Any, shared:
         operate(pod, shared, "ssh HEAD", within_s=300)
     finally:
         pod.run("on", "1", "rm", "/root/raypod/venv")
-    files = {
-        name: pod.run("on", "1", "bash", "-c", f"cat ~/raypod/source/runs/*/{name}.json")
-        for name in ("plan", "summary")
-    }
-    plan, ours = json.loads(files["plan"]), json.loads(files["summary"])
+    read = "cat ~/raypod/source/runs/*/{}.json"
+    plan, ours = (json.loads(pod.run("on", "1", "bash", "-c", read.format(name))) for name in ("plan", "summary"))
     assert ours["test_accuracy"] >= 95
     assert [plan["instances"][k]["host"] for k in range(HOSTS)] == [address(1), address(2), address(3)]
     assert wait_until((on_this_host / "summary.json").is_file, 200)

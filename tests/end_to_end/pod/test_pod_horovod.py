@@ -66,8 +66,7 @@ def test_a_training_with_horovod_has_the_weights_of_one_without(pod: EmulatedPod
 def test_the_seeding_benchmark_runs_with_horovod() -> None:
     command = [PYTHON, str(ROOT / "scripts" / "bench_seeding.py"), "--hosts", "2", "--large-hosts"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "--rounds", "1"], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    options = {"capture_output": True, "text": True, "timeout": 200}
+    done = subprocess.run([*command, "--rounds", "1"], env=environment, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "hvd: the installed Horovod" in done.stdout

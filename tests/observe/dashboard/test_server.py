@@ -60,11 +60,8 @@ def test_other_requests_get_nothing(server: TokenServer) -> None:
     assert (status, kind) == (401, "text/html; charset=utf-8")
     assert "open the address that" in body
     for path in ("/a", "/a/metrics.jsonl", "/../../etc/passwd", "/%2e%2e/secret", "/run?name=../secret", "/run"):
-        assert (get(server, path)[0], get(server, path, signed=False)[0], get(server, path, "POST")[0]) == (
-            404,
-            401,
-            405,
-        )
+        answers = [get(server, path), get(server, path, signed=False), get(server, path, "POST")]
+        assert [answer[0] for answer in answers] == [404, 401, 405]
 
 
 def test_the_page_and_the_data(server: TokenServer, tmp_path: Path) -> None:

@@ -289,9 +289,7 @@ printf 'Welcome\\377 {\\n'; sh -c "$last"
 @pytest.fixture
 def pod(processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tuple[RunFolder, Path]:
     """The folder on the head, and the logs on the host `far`, on which instance 1 runs."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ssh").write_text(SSH)
-    (tmp_path / "bin" / "ssh").chmod(0o755)
+    program(tmp_path / "bin" / "ssh", SSH)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setattr(remote, "_INTERVAL_S", 0.1)
     far = tmp_path / "it's far" / "logs"
@@ -302,6 +300,12 @@ def pod(processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tup
     append(far / "instance-1.log", "one b \u00e9\n", 120)
     run.placed(100, "run_started", ["head", "far"], [10, 11])
     return run, far
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 def output(capfd: pytest.CaptureFixture[str]) -> Tuple[List[str], str]:
@@ -358,8 +362,7 @@ def test_times_of_a_host_with_another_clock_are_those_of_this_one(
     marks = [line.split() for line in times.read_text().splitlines()]
     times.write_text("".join(f"{float(unix_s) + ahead_s} {size}\n" for unix_s, size in marks))
     os.utime(str(far / "instance-1.log"), (120 + ahead_s, 120 + ahead_s))
-    (tmp_path / "bin" / "date").write_text(f"#!/bin/sh\nexec /bin/date -d '{ahead_s} seconds' \"$@\"\n")
-    (tmp_path / "bin" / "date").chmod(0o755)
+    program(tmp_path / "bin" / "date", f"#!/bin/sh\nexec /bin/date -d '{ahead_s} seconds' \"$@\"\n")
     assert main(["logs", str(run.path), "--events", "none", "--since", "108"]) == 0
     assert output(capfd)[0][-2:] == ["instance 0 | zero", "instance 1@far | one b \u00e9"]
     assert main(["logs", str(run.path), "--instance", "1", "--events", "none", "--since", "125"]) == 0

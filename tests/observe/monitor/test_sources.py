@@ -75,7 +75,7 @@ def write_state(folder: Path, **changed: Any) -> None:
     (folder / "state.json").write_text(json.dumps(state))
 
 
-def test_an_ended_run_is_read_from_its_files(folder: Path) -> None:
+def test_an_ended_run_is_read_from_its_files_and_has_its_mean_throughput(folder: Path) -> None:
     run = RunFiles(folder).read()
     assert (run.state, run.exit_code, run.update, run.total_updates) == ("interrupted", 130, 2, 10)
     assert (run.metrics, run.samples_per_s, run.checkpoint_update) == ({"loss": 2.0}, None, 2)
@@ -83,20 +83,6 @@ def test_an_ended_run_is_read_from_its_files(folder: Path) -> None:
     assert run.instances[1].busy_ratio == 2.0
     assert [each.kind for each in run.events] == ["run_started", "checkpoint_saved"]
     assert run.series["loss"] == (2.0, 2.0)
-
-
-def test_a_run_that_continued_on_one_host_has_its_instance(folder: Path) -> None:
-    resized = {"replicas": 2, "gradient_accumulation": 2, "replicas_before": 4, "hosts": ["a"], "update": 1}
-    append(
-        folder / "events.jsonl",
-        {"unix_s": 4.0, "event": "resized", "cause": "host b is lost", **resized},
-        {"unix_s": 5.0, "event": "repaired", "instances": [{"instance": 0, "host": "a", "pid": 7}]},
-    )
-    (only,) = RunFiles(folder).read().instances
-    assert (only.host, only.pid, only.first_replica, only.num_replicas) == ("a", 7, 0, 2)
-
-
-def test_an_ended_run_has_the_mean_throughput_of_its_summary_in_its_unit(folder: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps({**plan, "samples_are": "windows"}))
     assert style.rate(RunFiles(folder).read()) == ""  # the last update is no current throughput
@@ -109,6 +95,17 @@ def test_an_ended_run_has_the_mean_throughput_of_its_summary_in_its_unit(folder:
     assert "mean 8960 tokens/s" in lines
     assert "windows/s          80" in lines  # of the last update, beside the sparkline
     assert lines.count("windows/s") == 1  # no column of unknown throughputs
+
+
+def test_a_run_that_continued_on_one_host_has_its_instance(folder: Path) -> None:
+    resized = {"replicas": 2, "gradient_accumulation": 2, "replicas_before": 4, "hosts": ["a"], "update": 1}
+    append(
+        folder / "events.jsonl",
+        {"unix_s": 4.0, "event": "resized", "cause": "host b is lost", **resized},
+        {"unix_s": 5.0, "event": "repaired", "instances": [{"instance": 0, "host": "a", "pid": 7}]},
+    )
+    (only,) = RunFiles(folder).read().instances
+    assert (only.host, only.pid, only.first_replica, only.num_replicas) == ("a", 7, 0, 2)
 
 
 @pytest.mark.parametrize("event", ["process_started", "repaired"])
@@ -305,7 +302,7 @@ def test_a_run_folder_of_a_former_version_is_shown(tmp_path: Path, capsys: pytes
 FACTS = [HostFacts(f"10.0.0.{last}", num_ipus=16) for last in (11, 12, 13)]
 
 
-def test_ipus_work_for_instances_and_the_others_are_idle() -> None:
+def test_ipus_work_for_the_instances_of_runs() -> None:
     pod = build_pod("pod", 0.0, FACTS, [make_run()])
     first, second, third = pod.hosts
     assert [each.ipu for each in first.ipus] == list(range(16))
@@ -314,6 +311,11 @@ def test_ipus_work_for_instances_and_the_others_are_idle() -> None:
     assert {each.state for each in third.ipus} == {"idle"}
     assert [each.ipu for each in third.ipus] == list(range(32, 48))
     assert first.usage == Usage(**usage())  # from the heartbeats of the run
+    run = make_run(instances=[instance(0, ipus=[0, 4]), instance(1, ipus=[4, 4], state="lost")])
+    (host,) = build_pod("pod", 0.0, [HostFacts("10.0.0.11")], [run]).hosts[:1]
+    assert [each.replica for each in host.ipus] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [each.state for each in host.ipus] == ["training"] * 4 + ["lost"] * 4
+    assert [(first.ipu, last.ipu) for first, last in collapsed(host.ipus)] == [(0, 3), (4, 7)]
 
 
 def test_hosts_of_runs_are_listed_without_a_cluster_file_and_ended_runs_use_no_ipu() -> None:
@@ -324,14 +326,6 @@ def test_hosts_of_runs_are_listed_without_a_cluster_file_and_ended_runs_use_no_i
     assert {each.run for host in pod.hosts for each in host.ipus} == {"a"}
     silent = dataclasses.replace(make_run(), problem="process 999 does not answer")
     assert {each.state for each in build_pod("vm", 0.0, [], [silent]).hosts[0].ipus} == {"no answer"}
-
-
-def test_an_instance_with_several_ipus_per_replica_and_a_lost_one() -> None:
-    run = make_run(instances=[instance(0, ipus=[0, 4]), instance(1, ipus=[4, 4], state="lost")])
-    (host,) = build_pod("pod", 0.0, [HostFacts("10.0.0.11")], [run]).hosts[:1]
-    assert [each.replica for each in host.ipus] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [each.state for each in host.ipus] == ["training"] * 4 + ["lost"] * 4
-    assert [(first.ipu, last.ipu) for first, last in collapsed(host.ipus)] == [(0, 3), (4, 7)]
 
 
 def test_gc_monitor_names_the_ipus_and_the_programs_of_others() -> None:
@@ -346,11 +340,13 @@ def test_gc_monitor_names_the_ipus_and_the_programs_of_others() -> None:
     ]
 
 
-def test_names_of_hosts_are_those_of_the_pod() -> None:
+def test_names_of_hosts_are_those_of_the_pod_and_log_lines_those_of_heartbeats() -> None:
     run = make_run(host="head", instances=[instance(0, host="localhost"), instance(4)], hosts={"localhost": usage()})
     named = with_names(run, {"head": "10.0.0.11"})
     assert (named.host, [each.host for each in named.instances]) == ("10.0.0.11", ["10.0.0.11", "10.0.0.12"])
     assert list(named.hosts) == ["10.0.0.11"]
+    run = make_run(instances=[instance(0, log_line="\x1b[31mwarning:\x1b[0m  slow disk"), instance(1)])
+    assert [each.log_line for each in with_log_lines(run, LastLines()).instances] == ["warning: slow disk", None]
 
 
 def test_json_contains_what_another_monitor_needs() -> None:
@@ -381,11 +377,6 @@ def test_launches_have_programs() -> None:
     assert [(each.state, each.log_line) for each in launch.instances] == [("running", "ab"), ("exit code 3", None)]
     (host,) = build_pod("pod", 0.0, [HostFacts("h", num_ipus=2)], [launch]).hosts
     assert [(each.ipu, each.state) for each in host.ipus] == [(0, "idle"), (1, "idle")]
-
-
-def test_the_last_log_line_of_an_instance_on_another_host_is_that_of_its_heartbeat() -> None:
-    run = make_run(instances=[instance(0, log_line="\x1b[31mwarning:\x1b[0m  slow disk"), instance(1)])
-    assert [each.log_line for each in with_log_lines(run, LastLines()).instances] == ["warning: slow disk", None]
 
 
 CLUSTER = Cluster("far", (Host("203.0.113.1", "203.0.113.1", 8), Host("203.0.113.2", "203.0.113.2", 8)), ssh=Ssh("u"))
@@ -441,29 +432,27 @@ def test_a_host_whose_monitor_fails(use_ssh: Any, script: str, problem: str, tmp
     use_ssh(script)
     if not script:
         monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    host = RemoteHost(CLUSTER, CLUSTER.hosts[0], 0.2)
+    facts, runs, found = first_poll(CLUSTER)
+    assert (facts.name, runs, found) == ("203.0.113.1", [], problem)
+
+
+def first_poll(cluster: Cluster) -> Any:
+    host = RemoteHost(cluster, cluster.hosts[0], 0.2)
     try:
         assert host.first_try.wait(20)
-        facts, runs, found = host.poll()
-        assert (facts.name, runs, found) == ("203.0.113.1", [], problem)
+        return host.poll()
     finally:
         host.stop()
         host.join()
 
 
-def test_a_passphrase_is_named(use_ssh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_passphrase_of_the_monitors_key_is_named(use_ssh: Any, tmp_path: Path, monkeypatch: Any) -> None:
     use_ssh("echo 'u@h: Permission denied (publickey).' >&2; exit 255")
     key = tmp_path / "key"
     key.touch()
     monkeypatch.setattr(ssh, "has_passphrase", lambda path: path == str(key))
     cluster = dataclasses.replace(CLUSTER, ssh=dataclasses.replace(CLUSTER.ssh, private_key=str(key)))
-    host = RemoteHost(cluster, cluster.hosts[0], 0.2)
-    try:
-        assert host.first_try.wait(20)
-        assert f"(publickey). ({key} has a passphrase, and no ssh agent here has the key" in str(host.poll()[2])
-    finally:
-        host.stop()
-        host.join()
+    assert f"(publickey). ({key} has a passphrase, and no ssh agent here has the key" in str(first_poll(cluster)[2])
 
 
 def test_a_host_that_becomes_silent_keeps_its_last_state(use_ssh: Any, tmp_path: Path, monkeypatch: Any) -> None:

@@ -69,7 +69,7 @@ def read(folder: Path) -> RunReader:
     return reader
 
 
-def test_a_short_run_has_every_point(tmp_path: Path) -> None:
+def test_a_run_has_every_point_and_its_timeline(tmp_path: Path) -> None:
     lines = write_run(tmp_path / "run")
     data = read(tmp_path / "run").data()
     assert data["curves"]["columns"][:5] == ["update", "samples", "time_s", "loss", "accuracy"]
@@ -83,6 +83,19 @@ def test_a_short_run_has_every_point(tmp_path: Path) -> None:
     pipeline = data["plan"]["pipeline"]
     assert (pipeline["stages"], pipeline["ipus"]) == (["the input", "block2", "head"], [0, 1, 0])
     assert (pipeline["cycles"], json.loads(strict_json(data))) == (8 + 2 * 3 - 2 + 1, data)
+    timeline = data["timeline"]
+    generations = [(each["cause"], each["generation"]) for each in timeline["generations"]]
+    assert generations == [("started", 1), ("repaired", 2)]
+    assert [(row, phase, begin, end) for row, phase, begin, end, _ in timeline["spans"]] == [
+        *((0, "starting", 0.0, 5.0), (0, "training", 5.0, 16.0), (0, "repairing", 16.0, 18.0)),
+        (1, "training", 18.0, 28.0),
+    ]
+    kinds = [mark[0] for mark in timeline["marks"]]
+    assert kinds == ["checkpoint_saved", "evaluation_done", "instance_lost", "repaired", "run_ended"]
+    assert timeline["marks"][0][-1].endswith(f"20 after update 20, weights {6 * 'ab'}, written in 0.5 s")
+    assert timeline["marks"][3][-1].startswith("instance 1 on host-c, from instance 0; continues after update 30")
+    assert timeline["phase_s"] == {"starting": 5.0, "training": 21.0, "repairing": 2.0}
+    assert data["instances"][1]["lost"] == 1
 
 
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:
@@ -198,25 +211,7 @@ def timeline_of(*events: Any) -> Any:
     return timeline.data()
 
 
-def test_the_timeline_has_generations_phases_and_marks(tmp_path: Path) -> None:
-    write_run(tmp_path / "run")
-    reader = read(tmp_path / "run")
-    timeline = reader.data()["timeline"]
-    generations = [(each["cause"], each["generation"]) for each in timeline["generations"]]
-    assert generations == [("started", 1), ("repaired", 2)]
-    assert [(row, phase, begin, end) for row, phase, begin, end, _ in timeline["spans"]] == [
-        *((0, "starting", 0.0, 5.0), (0, "training", 5.0, 16.0), (0, "repairing", 16.0, 18.0)),
-        (1, "training", 18.0, 28.0),
-    ]
-    kinds = [mark[0] for mark in timeline["marks"]]
-    assert kinds == ["checkpoint_saved", "evaluation_done", "instance_lost", "repaired", "run_ended"]
-    assert timeline["marks"][0][-1].endswith(f"20 after update 20, weights {6 * 'ab'}, written in 0.5 s")
-    assert timeline["marks"][3][-1].startswith("instance 1 on host-c, from instance 0; continues after update 30")
-    assert timeline["phase_s"] == {"starting": 5.0, "training": 21.0, "repairing": 2.0}
-    assert reader.data()["instances"][1]["lost"] == 1
-
-
-def test_the_pause_between_two_processes_is_left_out() -> None:
+def test_the_pause_between_two_processes_is_left_out_and_sums_of_many_events_are_kept() -> None:
     data = timeline_of(
         event(0, "process_started"),
         event(10, "process_interrupted", message="", exit_code=130),
@@ -226,9 +221,6 @@ def test_the_pause_between_two_processes_is_left_out() -> None:
     )
     assert (data["end_s"], data["gaps"]) == (19.0, [[10.0, 99_990.0]])
     assert [each["cause"] for each in data["generations"]] == ["started", "resumed"]
-
-
-def test_a_timeline_of_many_events_is_bounded_and_keeps_the_sums() -> None:
     events = [event(0, "process_started")]
     for number in range(20_000):
         events.append(event(number, "phase_begun", phase=("training", "saving")[number % 2], update=number))

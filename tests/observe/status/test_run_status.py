@@ -119,10 +119,8 @@ def test_a_run_that_changes_its_size_shows_its_new_instances(make: Callable[...,
     status.on_event(events.Resized(5, 4, 2, 8, ("a", "b"), "host d is lost"))
     status.on_event(events.Repaired((0, 1), ("a", "b"), "a checkpoint", 5, 2.0, 1, 2, (), instances[:2]))
     found = status.snapshot()
-    assert [(each["host"], each["replicas"], each["ipus"]) for each in found["instances"]] == [
-        ("a", [0, 2], [0, 2]),
-        ("b", [2, 2], [2, 2]),
-    ]
+    of_instances = [(each["host"], each["replicas"], each["ipus"]) for each in found["instances"]]
+    assert of_instances == [("a", [0, 2], [0, 2]), ("b", [2, 2], [2, 2])]
     assert list(found["hosts"]) == ["a", "b"]
     assert [event["event"] for event in found["events"]][-2:] == ["resized", "repaired"]
     assert found["update"] == 5

@@ -25,7 +25,6 @@ from raypod.system.redaction import Redaction
 from tests.support import ROOT
 from tests.support.bounded import wait_until
 from tests.support.companions import FakeProcesses
-from tests.support.faulty_disks import FlushedFiles
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--replicas", "2", "--lr-schedule", "constant"]
 FAKE = "tests.support.fake_tracker:Fake"
@@ -58,13 +57,6 @@ def lines_of(path: Path) -> List[Dict[str, Any]]:
 
 def steps_of(path: Path, name: str) -> List[int]:
     return [line["step"] for line in lines_of(path) if name in line.get("values", {})]
-
-
-def test_a_loss_of_power_keeps_what_a_tracker_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed, path = FlushedFiles(monkeypatch), companions.path_of(tmp_path, "wandb")
-    path.parent.mkdir()
-    write_state(path, companions.TrackerRecord("its run"))
-    assert flushed.survive(path)
 
 
 def test_points_come_once_in_the_order_of_their_steps(tmp_path: Path) -> None:
