@@ -36,16 +36,13 @@ def test_every_command_and_every_flag_is_described(name: str, capsys: pytest.Cap
         assert all(action.help for action in command.parser()._actions)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_and_launch_are_the_modules_of_their_names_and_version_prints_all(capsys: Any) -> None:
     assert main(["version"]) == 0
     found = dict(line.split() for line in capsys.readouterr().out.splitlines())
     assert found["python"] == sys.version.split()[0]
     assert {"torch", "numpy", "ray", "poptorch"} <= {*found}
     assert main(["--version"]) == 0
     assert main(["version", "all"]) == 2
-
-
-def test_train_and_launch_are_the_modules_of_their_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "-q", "-v", "--dry-run"]) == 2
     assert "--quiet and --verbose contradict each other" in capsys.readouterr().err
     assert main(["launch", "--version"]) == 0
@@ -183,9 +180,10 @@ def test_an_error_shows_bytes_that_are_not_utf8_as_messages_do(monkeypatch: Any,
     assert written.getvalue().endswith(b"caf\\xe9 does not exist\n")
 
 
-def test_text_with_bytes_that_are_not_utf8_becomes_readable() -> None:
+def test_texts_with_foreign_bytes_and_plurals() -> None:
     assert as_utf8("caf\udce9 é \ud800") == "caf\\xe9 é \\ud800"
     assert summarize_exception(OSError("caf\udce9")) == "OSError: caf\\xe9"
+    assert [counted(number, "host") for number in (0, 1, 2)] == ["0 hosts", "1 host", "2 hosts"]
 
 
 def test_a_wrong_flag_is_a_config_error() -> None:
@@ -203,18 +201,11 @@ def test_similar_names_are_suggested() -> None:
     assert nearest("lr", ["lrs", "speed"]) == ["lrs"], "a command without that flag"
 
 
-def test_a_noun_is_plural_unless_there_is_one() -> None:
-    assert [counted(number, "host") for number in (0, 1, 2)] == ["0 hosts", "1 host", "2 hosts"]
-
-
-def test_a_table_has_aligned_columns() -> None:
+def test_a_table_has_aligned_columns_of_which_the_last_is_folded() -> None:
     assert format_table(ROWS) == ["host       IPUs", "a          0..15", "long-name  16"]
     assert format_table(ROWS[:2], least_widths=(6,), separator=" ") == ["host   IPUs", "a      0..15"]
     edge = "+------+-------+"
     assert format_table(ROWS[:2], boxed=True) == [edge, "| host | IPUs  |", edge, "| a    | 0..15 |", edge]
-
-
-def test_the_last_column_of_a_table_is_folded_to_the_width_of_a_terminal() -> None:
     path = "/a/path/that-is-longer-than-the/terminal"
     rows = [("a", "b", "one two three four five"), ("aa", "bb", path), ("", "", "")]
     lines = ["a   b   one two three four", "        five", f"aa  bb  {path}", ""]
@@ -257,12 +248,9 @@ def test_every_error_can_be_pickled_and_has_an_exit_code(kind: type) -> None:
     assert error.exit_code == (4 if of_program else 2 if issubclass(kind, errors.UserError) else 1)
 
 
-def test_the_message_names_instance_host_cause_and_log() -> None:
+def test_an_exception_is_summarized_in_one_line() -> None:
     text = "instance 3 on host h1 failed: it died; its log: logs/instance-3.log"
     assert str(EXAMPLES[errors.InstanceFailed]) == text
-
-
-def test_an_exception_is_summarized_in_one_line_with_its_class() -> None:
     text = "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File x\n"
     for error, summary in (
         (ValueError("no sample\n  7"), "ValueError: no sample 7"),

@@ -18,10 +18,7 @@ from tests.support.faulty_runs import Outcome, assert_undisturbed, pid_of, run, 
 from tests.support.fragile_runs import EPOCH, fail, plan_of, run_inline
 
 # Ray's own code leaves sockets and files to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
 
 
 def test_killed_instances(session: Any, folder: Path, undisturbed: Outcome) -> None:

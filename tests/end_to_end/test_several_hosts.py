@@ -28,8 +28,7 @@ from tests.support.ray_cluster import SECOND_HOST, SIZES, THIRD_HOST, RayCluster
 # Ray's own code leaves sockets and files to the garbage collector.
 pytestmark = [
     pytest.mark.usefixtures("processes"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
 ]
 # Ray 2.10 is often too slow to start work on a spare host before that is given up: the head takes the instance then.
 HAS_OLD_RAY = tuple(int(part) for part in version("ray").split(".")[:2]) < (2, 50)

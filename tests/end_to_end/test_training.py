@@ -18,10 +18,7 @@ from tests.support.documented import modules
 from tests.support.faulty_runs import plan_for, run, send, starts
 
 # Ray's own code leaves sockets and files to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
 
 
 def test_the_default_job_trains(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

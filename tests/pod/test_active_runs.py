@@ -262,8 +262,7 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(file=file, cluster=cluster_from(file, str(path)), path=str(path))
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # of Ray
 @pytest.mark.parametrize("is_noted", [True, False])
 @pytest.mark.parametrize("before", [None, "{", '{"10.0.0.11": {"tags": {"ray-node-type": "head"}, "state": "gone"}}'])
 def test_rays_launcher_starts_a_running_head_not_again(

@@ -117,9 +117,14 @@ def test_torchvision_reads_the_generated_mnist(tmp_path):
     assert (image.size, 0 <= label < 10) == ((28, 28), True)
 
 
-def test_a_program_without_its_clone_is_not_run(tmp_path):
+def test_a_program_without_its_clone_is_not_run_and_unknown_names_are_refused(tmp_path: Any, capsys: Any) -> None:
     program = script.Program("name", "examples", "folder", "train.py")
     assert script.Workspace(tmp_path, {}).run(program, 1.0) == "not run: no clone of examples is given"
+    for name, message in (("mnits", "'mnits'; did you mean mnist"), ("xyz", "or optimum-vit-2-instances?")):
+        with pytest.raises(SystemExit) as refusal:
+            script.main(["mnist", name])
+        assert refusal.value.code == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["no-such-package", "pytest"])
@@ -133,14 +138,6 @@ def test_a_folder_that_is_no_clone_is_the_result_of_the_row(processes, tmp_path,
     program = script.Program("name", "examples", "folder", "train.py")
     result = script.Workspace(tmp_path, {"examples": tmp_path, repository: tmp_path}).run(program, 1.0)
     assert result.startswith(f"failed: {tmp_path}: fatal: ")
-
-
-def test_unknown_names_are_refused(capsys):
-    for name, message in (("mnits", "'mnits'; did you mean mnist"), ("xyz", "or optimum-vit-2-instances?")):
-        with pytest.raises(SystemExit) as refusal:
-            script.main(["mnist", name])
-        assert refusal.value.code == 2
-        assert message in capsys.readouterr().err
 
 
 def test_the_timeout_ends_a_program_that_ignores_sigterm(processes, tmp_path, monkeypatch):
@@ -161,14 +158,11 @@ def test_the_timeout_ends_a_program_that_ignores_sigterm(processes, tmp_path, mo
 FREE = Costs(stage_s=0.0, exchange_s=0.0, report_s=1e-4, driver_s=2e-4, report_bytes=1000.0, latency_s=0.0)
 
 
-def test_two_hosts_transfer_at_the_speed_of_their_link() -> None:
+def test_a_pod_transfers_at_the_speed_of_its_links() -> None:
     pod = Pod(hosts=2, per_host=1, gbit=8.0, efficiency=1.0)  # 1 GB/s
     chunk_s = simulate_pod.CHUNK_BYTES / 1e9
     assert simulate_pod.seeding_s(pod, FREE, 1e9) == pytest.approx(1.0 + chunk_s)
     assert simulate_pod.exchange_s(pod, FREE, 1e9) == pytest.approx(1.0)  # half of it, to and fro
-
-
-def test_a_longer_chain_adds_the_time_of_a_chunk_per_link() -> None:
     few, many = (simulate_pod.seeding_s(Pod(hosts, 1, 8.0, 0, 1.0), FREE, 1e9) for hosts in (2, 66))
     assert many - few == pytest.approx(64 * simulate_pod.CHUNK_BYTES / 1e9)
 
@@ -188,11 +182,14 @@ def test_processes_on_shared_cores_take_turns() -> None:
         assert seconds_of(shared, costs, 1e9) == pytest.approx(turns * seconds_of(own, costs, 1e9), rel=0.01)
 
 
-def test_an_unknown_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_half_precision_is_known_and_its_errors_are_in_units_of_the_last_place(capsys: Any) -> None:
     with pytest.raises(SystemExit) as refusal:
         bench_half.main(["--models", "bert"])
     assert refusal.value.code == 2
     assert "invalid choice: 'bert'" in capsys.readouterr().err
+    expected = [torch.tensor([1.5, 0.0]), torch.tensor([4.0])]
+    found = [torch.tensor([1.5, 2.0**-10]), torch.tensor([4.0 - 2.0**-7])]
+    assert bench_half.summary(found, expected) == "1 / 1 / 2"
 
 
 def test_what_a_kill_costs_a_survivor_that_trains_alone() -> None:
@@ -212,12 +209,6 @@ def test_what_a_kill_costs_if_all_processes_go_back_to_a_checkpoint() -> None:
     assert bench_recovery.find_whole([*old, *new[:4]], {0, 1}) is None
     assert bench_recovery.find_whole([*old, *new], {0, 1}) == 5
     assert bench_recovery.result_of([*old, *new], 10.0, 5) == (12.0, 12.0, 0, 2)
-
-
-def test_errors_are_in_units_of_the_last_place_of_the_largest_value() -> None:
-    expected = [torch.tensor([1.5, 0.0]), torch.tensor([4.0])]
-    found = [torch.tensor([1.5, 2.0**-10]), torch.tensor([4.0 - 2.0**-7])]
-    assert bench_half.summary(found, expected) == "1 / 1 / 2"
 
 
 def test_the_start_up_time_of_a_run_is_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

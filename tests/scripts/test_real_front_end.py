@@ -56,31 +56,18 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_have_the_names_and_types_of_the_sources(tmp_path: Path) -> None:
     (tmp_path / "source.cpp").write_text(OPTIONS)
+    given = {"use_model": True, "gradient_accumulation": 2, "autoRecomputation": 1, "outlineThreshold": 1.0}
+    given.update(engineOptions={"a": "b"}, location_weight={"onChip": 1}, ipuof_configs={})
     options = session_options.SessionOptions(tmp_path / "source.cpp")
-    options.check(
-        {
-            "use_model": True,
-            "gradient_accumulation": 2,
-            "autoRecomputation": 1,
-            "outlineThreshold": 1.0,
-            "engineOptions": {"a": "b"},
-            "location_weight": {"onChip": 1},
-            "ipuof_configs": {},
-        }
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("use_model", 1), ("unknown", True), ("gradient_accumulation", 2.0), ("location_weight", {"offChip": 1})],
-)
-def test_an_unknown_option_or_type_is_an_error(tmp_path: Path, name: str, value: Any) -> None:
-    (tmp_path / "source.cpp").write_text(OPTIONS)
-    with pytest.raises(ValueError, match="(?i)unknown"):
-        session_options.SessionOptions(tmp_path / "source.cpp").check({name: value})
-
-
-def test_operators_have_the_schemas_of_the_sources(tmp_path: Path) -> None:
+    options.check(given)
+    for wrong in (
+        {"use_model": 1},
+        {"unknown": True},
+        {"gradient_accumulation": 2.0},
+        {"location_weight": {"offChip": 1}},
+    ):
+        with pytest.raises(ValueError, match="(?i)unknown"):
+            options.check(wrong)
     (tmp_path / "source.cpp").write_text(OPERATORS)
     schemas = session_options.operators(tmp_path / "source.cpp")
     assert schemas == ["begin_ipu_block(int stage_id, int ipu_id) -> ()", "nop(Tensor self) -> Tensor"]
@@ -131,16 +118,9 @@ def test_a_broken_partition_works_after_its_reset(monkeypatch: pytest.MonkeyPatc
     attached.detach()
 
 
-def test_a_dead_peer_ends_a_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EMULATED_POD_RENDEZVOUS", "host:1")
-    place = tmp_path / "host-1-training-0"
-    place.mkdir()
-    (place / "1.pid").write_text("999999999")
-    with pytest.raises(device.RecoverableError, match="instance 1 is lost"):
-        Peers(0, 2, "training").load()
-
-
-def test_instances_add_in_the_order_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sum_of_instances_is_in_the_order_of_ranks_and_ends_with_a_dead_peer(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("EMULATED_POD_RENDEZVOUS", "host:1")
     place = tmp_path / "host-1-training-0"
     place.mkdir()
@@ -150,6 +130,12 @@ def test_instances_add_in_the_order_of_ranks(tmp_path: Path, monkeypatch: pytest
     peers.load()
     assert peers.sum([torch.full((1,), 2.0)]) == [torch.full((1,), 5.0)]
     assert not (place / "0-1").exists(), "the sum before remains"
+    monkeypatch.setenv("EMULATED_POD_RENDEZVOUS", "host:1")
+    place = tmp_path / "host-1-training-0"
+    place.mkdir()
+    (place / "1.pid").write_text("999999999")
+    with pytest.raises(device.RecoverableError, match="instance 1 is lost"):
+        Peers(0, 2, "training").load()
 
 
 @pytest.mark.parametrize(

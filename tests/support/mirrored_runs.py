@@ -51,6 +51,10 @@ def write_run(folder: Path) -> Path:
     return folder
 
 
+def name_of(update: int) -> str:
+    return f"update-{update:08d}"
+
+
 def save(folder: Path, update: int, numbers: int = SMALL, keep: int = 9, accuracy: Optional[float] = None) -> str:
     values = torch.arange(numbers, dtype=torch.float32) + update
     tested = {} if accuracy is None else {"accuracy": accuracy}

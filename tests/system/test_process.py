@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Optional, Sequence
 
 import psutil
 import pytest
@@ -276,26 +276,14 @@ def test_replicas_have_the_cores_of_their_threads(two_nodes: Path) -> None:
     assert replica_cpus(cores, 3, 128) == [list(range(64))]
 
 
-def test_this_host() -> None:
-    cores = usable_cores()
-    assert cpus_of(cores) == sorted(os.sched_getaffinity(0))
-
-
-class CpuTimes(NamedTuple):
-    user: float
-    nice: float = 0
-    system: float = 0
-    idle: float = 0
-    iowait: float = 0
-    irq: float = 0
-    softirq: float = 0
-    steal: float = 0
-    guest: float = 5
-    guest_nice: float = 5
+def cpu_times(**seconds: float) -> SimpleNamespace:
+    """Return times as `psutil.cpu_times` does on Linux."""
+    zero = dict.fromkeys(("nice", "system", "iowait", "irq", "softirq", "steal"), 0.0)
+    return SimpleNamespace(**{**zero, "guest": 5.0, "guest_nice": 5.0, **seconds})
 
 
 def test_usage_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, times = [10.0], [CpuTimes(user=100, idle=90, iowait=10)]
+    now, times = [10.0], [cpu_times(user=100, idle=90, iowait=10)]
     interfaces = {"lo": SimpleNamespace(bytes_recv=900, bytes_sent=900)}
     interfaces["eth0"] = SimpleNamespace(bytes_recv=5, bytes_sent=7)
     interfaces["ib0"] = SimpleNamespace(bytes_recv=10, bytes_sent=20)
@@ -309,18 +297,20 @@ def test_usage_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (first.memory_used_bytes, first.memory_total_bytes) == (600, 1000)
     assert (first.network_received_bytes, first.network_sent_bytes) == (15, 27)
     assert 0 < first.disk_used_bytes <= first.disk_total_bytes
-    times[0] = CpuTimes(user=130, idle=100, iowait=10)
+    times[0] = cpu_times(user=130, idle=100, iowait=10)
     assert meter.measure() is first  # too soon
     now[0] += 1
     second = meter.measure()
     assert second.cpu_share == 0.75
 
 
-def test_this_host_has_a_usage_but_none_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_host_has_a_usage_but_none_without_proc_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = HostMeter().measure()
     assert 0 < usage.memory_used_bytes < usage.memory_total_bytes
     monkeypatch.setattr("psutil.PROCFS_PATH", str(tmp_path / "none"))
     assert HostMeter(tmp_path).measure() is None
+    cores = usable_cores()
+    assert cpus_of(cores) == sorted(os.sched_getaffinity(0))
 
 
 HOLDS = """

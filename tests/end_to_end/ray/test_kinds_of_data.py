@@ -17,10 +17,7 @@ from tests.support import hf_folders, image_folders
 from tests.support.faulty_runs import plan_for, run, send
 
 # Ray's own code leaves sockets and files to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
 TASK = """
 import numpy as np, raypod
 from tests.support.regression import Regression

@@ -16,10 +16,7 @@ from tests.support.faulty_runs import Outcome, assert_undisturbed, run
 from tests.support.fragile_runs import fail, plan_of
 
 # Ray's own code leaves sockets and files to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
 
 
 def test_user_code_that_ends_its_process_or_never_returns(session: Any, folder: Path, undisturbed: Outcome) -> None:

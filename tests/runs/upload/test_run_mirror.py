@@ -30,6 +30,7 @@ from tests.support.mirrored_runs import (
     different_files,
     faults,
     mirror,
+    name_of,
     save,
     summary_of,
     verified,
@@ -41,10 +42,6 @@ from tests.support.mirrored_runs import (
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "a run")
-
-
-def name_of(update: int) -> str:
-    return f"update-{update:08d}"
 
 
 def test_a_run_is_mirrored_as_its_lines_and_checkpoints_come(run: Path, url: str, remote: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.support.mirrored_runs import (
     finish,
     mirror,
     mirroring,
+    name_of,
     save,
     summary_of,
     verified,
@@ -92,10 +93,6 @@ def network_place(request: pytest.FixtureRequest) -> Place:
     found: Place = request.getfixturevalue(request.param)
     assert found.proxy is not None
     return found
-
-
-def name_of(update: int) -> str:
-    return f"update-{update:08d}"
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # aiohttp, about the requests of gcsfs
