@@ -91,8 +91,7 @@ def _standard_library() -> Set[str]:
 
 def test_what_is_imported_is_declared() -> None:
     found = packages(imported())
-    missing = {name: file for name, file in found.items() if name not in names(of_users()) | OPTIONAL}
-    assert missing == {}
+    assert {name: file for name, file in found.items() if name not in names(of_users()) | OPTIONAL} == {}
 
 
 def test_what_is_declared_is_imported() -> None:

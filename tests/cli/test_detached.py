@@ -424,8 +424,7 @@ def test_a_run_whose_job_cannot_start_is_a_process(server: Any, tmp_path: Path, 
     assert "--detach-as ray-job: Ray job raypod-run-" in capsys.readouterr().err
     assert not run.exists()
     assert train_here.main([*flags, "--run-dir", str(run), "--detach"]) == 0
-    out = capsys.readouterr().out
-    assert "Not a Ray job: Ray job raypod-run-" in out
+    assert "Not a Ray job: Ray job raypod-run-" in capsys.readouterr().out
     assert commands.attach(run) == 0
     state = run_state.read(run)
     assert state.submission_id is None

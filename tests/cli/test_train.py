@@ -245,8 +245,7 @@ def test_a_run_that_fails_says_how_it_continues(tmp_path: Path, monkeypatch: pyt
 
 def test_verify_data_detects_another_sample_order(tmp_path: Path) -> None:
     _, folder = command(tmp_path, "--updates", "2", "--model", "tiny")
-    config = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(config.replace("seed: 42", "seed: 43"))
+    (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace("seed: 42", "seed: 43"))
     assert main(["verify-data", str(folder)]) == 1
 
 
@@ -292,8 +291,7 @@ def test_the_command_writes_the_curve_and_prints_a_rate(tmp_path: Path, capsys: 
     rows = list(csv.DictReader((tmp_path / "run" / "lr-range.csv").read_text().splitlines()))
     assert float(rows[0]["learning_rate"]) == pytest.approx(1e-5)
     assert float(rows[1]["learning_rate"]) == pytest.approx(1e-5 * 1e6 ** (1 / 59))
-    rate = float(result.rpartition("--learning-rate ")[2])
-    assert 1e-3 < rate < 1
+    assert 1e-3 < float(result.rpartition("--learning-rate ")[2]) < 1
 
 
 @pytest.mark.parametrize(

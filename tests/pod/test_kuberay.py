@@ -40,8 +40,7 @@ def cluster_of(name: str) -> Any:
 
 def pods(name: str) -> List[Dict[str, Any]]:
     spec = cluster_of(name)
-    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
-    return [group["template"]["spec"] for group in groups]
+    return [group["template"]["spec"] for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]]
 
 
 @pytest.mark.parametrize(("name", "kind"), [("kuberay", "RayCluster"), ("kuberay-job", "RayJob")])

@@ -47,8 +47,7 @@ def test_the_error_line_is_the_output_of_the_failed_command() -> None:
         "\x1b[0mConnection to 10.77.0.11 closed.\n"
         "2026-11-21 15:59:28,068\tERR updater.py:177 -- New status: update-failed\n"
     )
-    failure = "Failed to start the grpc server. The specified port is 6379."
-    assert started.launcher_error(log) == failure
+    assert started.launcher_error(log) == "Failed to start the grpc server. The specified port is 6379."
     without_abort = "\n".join(line for line in log.splitlines() if "Check failed" not in line)
     assert started.launcher_error(without_abort).startswith(".Please check /tmp/ray-a/ray/session_1/logs")
     assert started.launcher_error("FileNotFoundError: no 'key'\nbye\n") == "FileNotFoundError: no 'key'"

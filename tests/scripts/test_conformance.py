@@ -198,8 +198,7 @@ def clone(processes: None, tmp_path: Path) -> Path:
         path = tmp_path / "clone" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
-    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    committed = [*author, "commit", "-qm", "x"]
+    committed = ["-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-qm", "x"]
     for command in (["init", "-q"], ["add", "."], committed, ["clone", "-q", "--bare", ".", "../bare"]):
         subprocess.run(["git", *command], cwd=tmp_path / "clone", check=True)
     return tmp_path / "bare"

@@ -199,8 +199,7 @@ def test_what_a_kill_costs_a_survivor_that_trains_alone() -> None:
     assert bench_recovery.find_whole(lines, {1}) is None
     lines += [Line(1, 7, 2, 13.0, 3, 2), Line(0, 7, 0, 12.9, 7, 2)]
     assert bench_recovery.find_whole(lines, {1}) == 7
-    found = bench_recovery.result_of(lines, 10.0, 7)
-    assert found == (1.0, 3.0, (1 + 4) * bench_recovery.BATCH, 0)
+    assert bench_recovery.result_of(lines, 10.0, 7) == (1.0, 3.0, (1 + 4) * bench_recovery.BATCH, 0)
 
 
 def test_what_a_kill_costs_if_all_processes_go_back_to_a_checkpoint() -> None:

@@ -300,8 +300,7 @@ def test_usage_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     times[0] = cpu_times(user=130, idle=100, iowait=10)
     assert meter.measure() is first  # too soon
     now[0] += 1
-    second = meter.measure()
-    assert second.cpu_share == 0.75
+    assert meter.measure().cpu_share == 0.75
 
 
 def test_this_host_has_a_usage_but_none_without_proc_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,8 +308,7 @@ def test_this_host_has_a_usage_but_none_without_proc_and_cores(tmp_path: Path, m
     assert 0 < usage.memory_used_bytes < usage.memory_total_bytes
     monkeypatch.setattr("psutil.PROCFS_PATH", str(tmp_path / "none"))
     assert HostMeter(tmp_path).measure() is None
-    cores = usable_cores()
-    assert cpus_of(cores) == sorted(os.sched_getaffinity(0))
+    assert cpus_of(usable_cores()) == sorted(os.sched_getaffinity(0))
 
 
 HOLDS = """
@@ -427,8 +425,7 @@ def test_a_closed_terminal_ends_a_run_with_a_checkpoint(processes: None, tmp_pat
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     assert is_training
-    state = run_state.read(folder)
-    assert state.state == run_state.INTERRUPTED
+    assert run_state.read(folder).state == run_state.INTERRUPTED
     assert (folder / "checkpoints" / "LATEST").is_file()
 
 

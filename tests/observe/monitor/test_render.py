@@ -90,8 +90,7 @@ def test_the_run_shows_progress_and_its_instances_and_keeps_what_matters(pod: Po
 def test_a_repair_stays_in_the_run_view_of_a_long_run() -> None:
     kinds = ["repaired", *(["epoch_done", "checkpoint_saved"] * 40)]
     events = tuple(EventLine(float(index), kind, f"{kind} {index}") for index, kind in enumerate(kinds))
-    run = dataclasses.replace(make_run(), events=events)
-    pod = build_pod("one-host", 0.0, [], [run])
+    pod = build_pod("one-host", 0.0, [], [dataclasses.replace(make_run(), events=events)])
     texts = [line.split("  ", 1)[1] for line in shown(pod, RUN) if line[2:3] == ":"]
     assert texts == ["repaired 0", "epoch_done 79", "checkpoint_saved 80"]
     assert sum("epoch_done" in line for line in shown(pod, EVENTS, height=200)) == 40

@@ -303,8 +303,7 @@ FACTS = [HostFacts(f"10.0.0.{last}", num_ipus=16) for last in (11, 12, 13)]
 
 
 def test_ipus_work_for_the_instances_of_runs() -> None:
-    pod = build_pod("pod", 0.0, FACTS, [make_run()])
-    first, second, third = pod.hosts
+    first, second, third = build_pod("pod", 0.0, FACTS, [make_run()]).hosts
     assert [each.ipu for each in first.ipus] == list(range(16))
     assert first.ipus[5] == Ipu(5, "training", "ada", "a", 2, 5, "image-classification", 1002)
     assert [each.state for each in second.ipus].count("training") == 8
@@ -413,8 +412,7 @@ def test_the_hosts_of_a_cluster_file_with_the_runs_of_their_monitors(use_ssh: An
     assert problems(pod) == {"203.0.113.1": "None", "203.0.113.2": "unreachable (no route)"}
     (run,) = pod.runs
     assert (run.host, run.instances[0].host, run.problem) == ("203.0.113.1", "203.0.113.1", None)
-    states = [[each.state for each in host.ipus] for host in pod.hosts]
-    assert states == [["training"] * 2 + ["idle"] * 6, []]
+    assert [[each.state for each in host.ipus] for host in pod.hosts] == [["training"] * 2 + ["idle"] * 6, []]
 
 
 @pytest.mark.parametrize(

@@ -111,8 +111,7 @@ def test_an_elastic_run_that_is_rolled_back_shows_no_repeated_updates(make: Any)
 
 
 def test_a_run_that_changes_its_size_shows_its_new_instances(make: Callable[..., Plan]) -> None:
-    plan = make(pod={"replicas": 8, "num_instances": 4})
-    status = RunStatus(plan, dict)
+    status = RunStatus(make(pod={"replicas": 8, "num_instances": 4}), dict)
     instances = tuple(InstanceStarted(each, host, each, "emulated", "", 1, ()) for each, host in enumerate("abcd"))
     status.on_event(events.RunStarted("emulated", "", 0, 1, (), 1, instances))
     status.on_event(InstanceLost(3, "d", "died", "its process died", "", "", "instance-3.log"))

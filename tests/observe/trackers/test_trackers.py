@@ -153,8 +153,7 @@ def test_a_tracker_that_fails_everywhere_gets_every_point_once(tmp_path: Path, m
     failed: List[str] = []
     path = companions.path_of(tmp_path, "own")
     path.parent.mkdir()
-    session = process.Session(lambda: Unreliable(calls, failed), tmp_path, 0.0, path)
-    session.follow(Ended(), "report")
+    process.Session(lambda: Unreliable(calls, failed), tmp_path, 0.0, path).follow(Ended(), "report")
     assert failed == ["open", "recorded", "log", "add_artifact", "close"]
     assert [point.step for point in calls] == [1, 2, 3, 4, 5]
     assert companions.read(path) == companions.TrackerRecord("id", 5, -1, "", True)

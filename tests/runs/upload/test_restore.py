@@ -156,8 +156,7 @@ def test_the_files_of_a_folder_stay_if_no_stored_checkpoint_is_valid(stored: Pat
 def test_the_same_command_continues_where_the_host_is_newer(resume: Any, tmp_path: Path, capfd: Any) -> None:
     resume()
     (tmp_path / "new" / "storage.json").write_bytes(b"")  # after a loss of power
-    err = resume("--updates", "6")
-    assert "holds update-00000005 of the same run already; resuming from it" in err
+    assert "holds update-00000005 of the same run already; resuming from it" in resume("--updates", "6")
     shutil.rmtree(str(tmp_path / "new"))
     assert train.main([*FLAGS, "--updates", "4", "--run-dir", str(tmp_path / "new")]) == 0
     assert "holds another run" in resume(code=2)

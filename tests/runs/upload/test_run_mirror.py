@@ -154,8 +154,7 @@ def test_an_unreadable_file_is_named_and_blocks_nothing(
     monkeypatch.setattr(mirrored_files.Snapshot, "content", read)
     found = mirror(run, url, script=Script(lambda: save(run, 1), end))
     assert (found.is_complete, found.pending) == (is_passing, () if is_passing else ("metrics.jsonl",))
-    missing = different_files(run, remote / "a run")
-    assert missing == (set() if is_passing else {"metrics.jsonl"})
+    assert different_files(run, remote / "a run") == (set() if is_passing else {"metrics.jsonl"})
     assert summary_of(remote / "a run")["storage"]["not_mirrored"] == list(found.pending)
 
 
