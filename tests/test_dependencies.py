@@ -89,12 +89,9 @@ def _standard_library() -> Set[str]:
     return set(names)
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_exactly_what_is_imported_is_declared() -> None:
     found = packages(imported())
     assert {name: file for name, file in found.items() if name not in names(of_users()) | OPTIONAL} == {}
-
-
-def test_what_is_declared_is_imported() -> None:
     found = packages(imported())
     assert names(of_users()) - found.keys() - NOT_IMPORTED == set()
     assert not NOT_IMPORTED & found.keys()
@@ -173,7 +170,7 @@ def test_every_dependency_is_pinned(python: str) -> None:
             assert allowed.contains(versions[0], prereleases=True), f"{each}: constraints.txt has {versions[0]}"
 
 
-def test_the_versions_that_are_decided() -> None:
+def test_the_versions_that_are_decided_and_equal_ones_in_one_line() -> None:
     lock = _lock()
     assert lock.PYTHONS == PYTHONS
     lines = (ROOT / "constraints.txt").read_text().splitlines()
@@ -182,6 +179,10 @@ def test_the_versions_that_are_decided() -> None:
             assert f"{pin}{lock.marker(list(pythons))}" in lines
     assert not [line for line in lines if re.match(r"(nvidia|cuda|triton)\b", line)]
     assert not [line for line in lines if "/" in line.partition("#")[0]]
+    found = {python: {"same": "1", "some": "2"} for python in PYTHONS}
+    found["3.8"] = {"same": "1", "old": "3"}
+    lines = ['old==3 ; python_version < "3.9"', "same==1", 'some==2 ; python_version >= "3.9"']
+    assert _lock().merged(found) == lines
 
 
 @pytest.mark.parametrize(
@@ -198,13 +199,6 @@ def test_the_versions_that_are_decided() -> None:
 )
 def test_markers_of_pythons(pythons: List[str], expected: str) -> None:
     assert _lock().marker(list(pythons)) == expected
-
-
-def test_equal_versions_are_one_line() -> None:
-    found = {python: {"same": "1", "some": "2"} for python in PYTHONS}
-    found["3.8"] = {"same": "1", "old": "3"}
-    lines = ['old==3 ; python_version < "3.9"', "same==1", 'some==2 ; python_version >= "3.9"']
-    assert _lock().merged(found) == lines
 
 
 def _lock() -> Any:

@@ -268,7 +268,7 @@ def test_a_nonfinite_loss_ends_the_run_and_keeps_the_checkpoints_before(tmp_path
 RANGE = ["--fleet", "inline", "--device", "emulated", "--model", "tiny"]
 
 
-def test_the_rate_grows_by_the_same_factor_and_a_tenth_of_the_best_one_is_suggested() -> None:
+def test_a_tenth_of_the_best_rate_is_suggested_if_the_loss_falls() -> None:
     rates = [10 * factor(update, 61) for update in range(61)]
     assert (rates[0], rates[30], rates[-1]) == pytest.approx((1e-5, 1e-2, 10.0))
     losses = [2.3 - 2 / (1 + math.exp(-4 * (math.log10(rate) + 2))) + (rate if rate > 1 else 0) for rate in rates]
@@ -276,9 +276,6 @@ def test_the_rate_grows_by_the_same_factor_and_a_tenth_of_the_best_one_is_sugges
     assert found is not None
     lowest = rates[losses.index(min(losses))]
     assert lowest / 10 <= found <= lowest / 3  # smoothing delays it
-
-
-def test_nothing_is_suggested_for_a_loss_that_does_not_fall() -> None:
     assert suggested(curve([(10.0**-update, 1.0) for update in range(20)])) is None
     assert suggested(curve([(0.1, math.nan), (None, 1.0), (0.2, 1.0)])) is None
 

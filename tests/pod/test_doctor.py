@@ -236,11 +236,25 @@ def test_an_autoscaler_that_can_block_itself(host: str, ray: str, filelock: Any,
     assert all("filelock<3.11" in each.hint for each in found)
 
 
-def test_a_healthy_pod_has_only_ok_findings() -> None:
+def test_a_healthy_pod_has_only_ok_findings_also_without_what_it_does_not_need() -> None:
     assert bad(healthy()) == []
     whats = {finding.what for finding in examine(EXPECTED, healthy())}
     named = "reachable, python, same everywhere, SDK, IPUs, partition, data network, clocks, ports, run folder, token"
     assert {*named.split(", "), "object store", "data set"} <= whats
+    facts = {**healthy()[HOSTS[0]], "interfaces": {}, "token": {"path": "t", "error": "No such file"}}
+    assert bad({"localhost": facts}, Expected(LOCAL)) == []
+    without = on_second(lambda facts: facts.update(ipus=None))
+    (finding,) = bad(without, Expected(POD, requires_ipus=True))
+    assert (finding.level, finding.what) == (TROUBLE, "IPUs")
+    assert bad(without, Expected(POD, requires_ipus=False)) == []
+    pod = {**healthy(), HOSTS[1]: "ssh: No route to host"}
+    (finding,) = bad(pod)
+    assert (finding.level, finding.host, finding.text) == (TROUBLE, HOSTS[1], "ssh: No route to host")
+    assert any(each.host == HOSTS[0] and each.what == "IPUs" for each in examine(EXPECTED, pod))
+    hosts, text = tuple(dataclasses.replace(host, cpus=9) for host in POD.hosts), "8, but the cluster file has {}: 9"
+    found = bad(healthy(), dataclasses.replace(EXPECTED, cluster=dataclasses.replace(POD, hosts=hosts)))
+    expected = [(WARN, name, text.format("cpus_per_host")) for name in HOSTS]
+    assert [(each.level, each.host, each.text) for each in found] == expected
 
 
 def test_ports_of_a_running_pod_are_counted() -> None:
@@ -319,20 +333,6 @@ def test_a_problem_is_reported_with_its_host_and_what_to_do(change: Callable[[Di
     assert words in found[0].text
     assert found[0].host in (HOSTS[1], "")
     assert found[0].hint
-
-
-def test_a_host_with_fewer_cpus_than_the_cluster_file_says_is_a_warning() -> None:
-    hosts, text = tuple(dataclasses.replace(host, cpus=9) for host in POD.hosts), "8, but the cluster file has {}: 9"
-    found = bad(healthy(), dataclasses.replace(EXPECTED, cluster=dataclasses.replace(POD, hosts=hosts)))
-    expected = [(WARN, name, text.format("cpus_per_host")) for name in HOSTS]
-    assert [(each.level, each.host, each.text) for each in found] == expected
-
-
-def test_missing_ipus_prevent_a_run_only_if_required() -> None:
-    without = on_second(lambda facts: facts.update(ipus=None))
-    (finding,) = bad(without, Expected(POD, requires_ipus=True))
-    assert (finding.level, finding.what) == (TROUBLE, "IPUs")
-    assert bad(without, Expected(POD, requires_ipus=False)) == []
 
 
 @pytest.mark.parametrize(
@@ -453,28 +453,13 @@ def test_an_unknown_interpreter_is_named_once_with_its_setting() -> None:
     )
 
 
-def test_an_unreachable_host_prevents_a_run_and_the_others_are_checked() -> None:
-    pod = {**healthy(), HOSTS[1]: "ssh: No route to host"}
-    (finding,) = bad(pod)
-    assert (finding.level, finding.host, finding.text) == (TROUBLE, HOSTS[1], "ssh: No route to host")
-    assert any(each.host == HOSTS[0] and each.what == "IPUs" for each in examine(EXPECTED, pod))
-
-
-def test_a_run_on_this_host_alone_needs_no_network_and_no_token() -> None:
-    facts = {**healthy()[HOSTS[0]], "interfaces": {}, "token": {"path": "t", "error": "No such file"}}
-    assert bad({"localhost": facts}, Expected(LOCAL)) == []
-
-
-def test_equal_findings_of_several_hosts_are_one_row() -> None:
+def test_equal_findings_are_one_row_and_long_ones_are_folded() -> None:
     pod = on_second(lambda facts: facts.update(open_files=1024))
     lines = render_findings(examine(EXPECTED, pod), HOSTS).splitlines()
     assert [line for line in lines if "SDK" in line] == ["ok       SDK             all 2    poptorch 3.3.0"]
     assert any(line.startswith("warn     limits          10.0.0.2 at most 1024 open files; raise") for line in lines)
     assert lines[-1].startswith("ready: 2 hosts, ")
     assert lines[-1].endswith(" 1 warn, 0 trouble")
-
-
-def test_long_findings_are_folded_in_their_column_on_a_terminal() -> None:
     text = "3.11.2; ray 2.60.0, torch 2.13.0+cpu, raypod 0.1.0"
     findings = [Finding(OK, host, "python", text) for host in HOSTS]
     assert render_findings(findings, HOSTS, 80).splitlines()[1:3] == [

@@ -58,7 +58,7 @@ def printed(number: int, log: str) -> str:
     return f"==> /tmp/ray-root/ray/session_latest/logs/raylet.{number}.out <==\n{log}"
 
 
-def test_the_error_of_a_raylet_is_the_newest_and_names_its_log() -> None:
+def test_the_error_of_a_raylet_that_has_ended_is_the_newest_and_names_its_log() -> None:
     slow = (
         "raylet ended there: its agents did not start within Ray's limit of 15 s: is the host overloaded? "
         "(log: /tmp/ray-root/ray/session_latest/logs/raylet.2.out)"
@@ -67,9 +67,6 @@ def test_the_error_of_a_raylet_is_the_newest_and_names_its_log() -> None:
     assert started.raylet_error(printed(2, SLOW_AGENT) + printed(3, RUNNING)) == slow  # it was started again
     checked = SLOW_AGENT.replace("Timed out waiting for file", "the disk is full:")
     assert "ended there: the disk is full: /tmp" in str(started.raylet_error(printed(1, checked)))
-
-
-def test_a_raylet_that_has_not_ended_or_was_stopped_is_no_cause() -> None:
     for log in ("", printed(1, STOPPED), printed(1, RUNNING)):
         assert started.raylet_error(log) is None
 

@@ -46,11 +46,6 @@ def test_every_block_is_executed_or_says_why_not(page: str) -> None:
         assert any(page in found.read_text() for found in (ROOT / "tests" / folder).rglob(name))
 
 
-def test_pages_that_are_executed_elsewhere_exist() -> None:
-    assert set(ELSEWHERE) <= set(PAGES)
-    assert HERE
-
-
 @pytest.mark.skipif(sys.version_info < (3, 9), reason="the same code as on newer versions")
 @pytest.mark.parametrize("page", ["reference/training.md", *(page for page in HERE if page not in LAUNCHES)])
 def test_the_commands_of_a_page(processes: None, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,16 +70,15 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
     assert wrong == []
 
 
-def test_the_readme_is_a_page() -> None:
+def test_the_readme_is_a_page_and_every_page_is_in_the_navigation() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 150
     assert max(map(len, lines)) <= 240
-
-
-def test_every_page_is_in_the_navigation_of_the_site() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
     assert [page for page in pages if f" {page}\n" not in navigation] == []
+    assert set(ELSEWHERE) <= set(PAGES)
+    assert HERE
 
 
 def _anchors(page: Path) -> Set[str]:
@@ -100,7 +94,7 @@ def test_the_page_in_the_repository_is_up_to_date(name: str, monkeypatch: pytest
     assert (DOCS / name).read_text() == generated()[name](), "python scripts/reference_pages.py writes it"
 
 
-def test_every_flag_and_key_is_on_the_page() -> None:
+def test_the_reference_has_every_flag_command_metric_operator_and_key() -> None:
     page = generated()["reference/flags.md"]()
     for section, key, field in fields():
         for flag in flags_of(section, key, field):
@@ -108,9 +102,6 @@ def test_every_flag_and_key_is_on_the_page() -> None:
         assert page.count(f"<br>`{section}.{key}` |") == 1
     assert f"default: {Config().training.learning_rate:g}]" in page
     assert all(line.count("|") - line.count(r"\|") == 3 for line in page.splitlines() if line.startswith("|"))
-
-
-def test_every_command_has_its_help_and_every_metric_its_row() -> None:
     page = generated()["reference/commands.md"]()
     for name in COMMANDS:
         section = page.partition(f"### raypod {name}\n")[2].partition("\n### ")[0]
@@ -119,18 +110,12 @@ def test_every_command_has_its_help_and_every_metric_its_row() -> None:
     metrics = generated()["reference/metrics.md"]()
     for metric in (*prometheus.METRICS, *launch_status.METRICS):
         assert f"| `{metric.name}` | {metric.kind} | {metric.help} |" in metrics
-
-
-def test_every_supported_operator_is_on_the_page() -> None:
     page = generated()["reference/operators.md"]()
     source = DOCS.parent / "raypod/emulated_sdk/poptorch/parallel/supported_operators.py"
     texts = [node.value for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Constant)]
     names = [name for text in texts if isinstance(text, str) and text.startswith("\n") for name in text.split()]
     assert len(names) > 300
     assert [name for name in names if f"`{name}`" not in page] == []
-
-
-def test_the_page_of_the_cluster_file_has_every_key() -> None:
     page = (DOCS / "reference/cluster-file.md").read_text()
     for title, keys in (("metadata.raypod", cluster_file._RAYPOD), ("metadata.raypod.vipu", cluster_file._VIPU)):
         section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]

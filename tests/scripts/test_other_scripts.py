@@ -69,7 +69,9 @@ def repaired(update: int) -> Repaired:
     return Repaired((0, 1), ("a", "b"), "a checkpoint", update, 1.0, 1, 2)
 
 
-def test_devices_fail_from_the_fault_to_the_repair(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_faults_last_until_the_repair_and_repeated_updates_are_counted(
+    make: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     device_fault = tmp_path / "device-fault"
     faults = FaultInjector(make(), 1, device_fault)
     monkeypatch.setattr(faults, "_fault", Fault("device", "training", (1,), 0, 0.0))
@@ -78,9 +80,6 @@ def test_devices_fail_from_the_fault_to_the_repair(make: Any, tmp_path: Path, mo
     assert faults.injected == {("device", ""): 1}
     faults.handle(repaired(3), may_begin=False)
     assert not device_fault.exists()
-
-
-def test_updates_after_a_rollback_are_counted() -> None:
     done = [UpdateDone(update, 1, {"loss": 1.0}, 8 * update, 1.0, 1.0) for update in (1, 2, 3)]
     events = [*done[:2], repaired(2), *done[2:], repaired(1), repaired(1)]  # an update is recorded once
     assert chaos.rollbacks(events) == [(3, 1)]
@@ -158,24 +157,18 @@ def test_the_timeout_ends_a_program_that_ignores_sigterm(processes, tmp_path, mo
 FREE = Costs(stage_s=0.0, exchange_s=0.0, report_s=1e-4, driver_s=2e-4, report_bytes=1000.0, latency_s=0.0)
 
 
-def test_a_pod_transfers_at_the_speed_of_its_links() -> None:
+def test_a_pod_transfers_at_the_speed_of_its_links_and_shared_cores_take_turns() -> None:
     pod = Pod(hosts=2, per_host=1, gbit=8.0, efficiency=1.0)  # 1 GB/s
     chunk_s = simulate_pod.CHUNK_BYTES / 1e9
     assert simulate_pod.seeding_s(pod, FREE, 1e9) == pytest.approx(1.0 + chunk_s)
     assert simulate_pod.exchange_s(pod, FREE, 1e9) == pytest.approx(1.0)  # half of it, to and fro
     few, many = (simulate_pod.seeding_s(Pod(hosts, 1, 8.0, 0, 1.0), FREE, 1e9) for hosts in (2, 66))
     assert many - few == pytest.approx(64 * simulate_pod.CHUNK_BYTES / 1e9)
-
-
-def test_instances_of_a_host_send_as_much_to_others_as_one_would() -> None:
     size = 1e9
     for per_host in (1, 4, 16):
         pod = Pod(hosts=16, per_host=per_host, gbit=100.0)
         assert simulate_pod.sent_by_a_host(pod, size) == pytest.approx(2 * 15 / 16 * size)
     assert simulate_pod.sent_by_a_host(Pod(1, 16, 100.0), size) == 0
-
-
-def test_processes_on_shared_cores_take_turns() -> None:
     costs = Costs(stage_s=1e-9, exchange_s=1e-9, report_s=0.0, driver_s=0.0, report_bytes=0.0, latency_s=0.0)
     shared, own = Pod(8, 1, 0.0, cores_of_all=2), Pod(8, 1, 0.0)
     for seconds_of, turns in ((simulate_pod.exchange_s, 4), (simulate_pod.seeding_s, 7)):
@@ -192,7 +185,7 @@ def test_a_model_of_half_precision_is_known_and_its_errors_are_in_units_of_the_l
     assert bench_half.summary(found, expected) == "1 / 1 / 2"
 
 
-def test_what_a_kill_costs_a_survivor_that_trains_alone() -> None:
+def test_what_a_kill_costs_survivors_and_those_that_go_back_to_a_checkpoint() -> None:
     together = [Line(rank, update, rank, float(update), update - 1, 2) for update in (1, 2, 3) for rank in (0, 1)]
     ended_with_victim, alone = Line(0, 4, 0, 10.1, 3, 2), [Line(0, 5, 0, 11.0, 5, 1), Line(0, 6, 0, 11.1, 6, 1)]
     lines = [*together, ended_with_victim, *alone]  # the batch at 4 was in an update that is not committed
@@ -200,9 +193,6 @@ def test_what_a_kill_costs_a_survivor_that_trains_alone() -> None:
     lines += [Line(1, 7, 2, 13.0, 3, 2), Line(0, 7, 0, 12.9, 7, 2)]
     assert bench_recovery.find_whole(lines, {1}) == 7
     assert bench_recovery.result_of(lines, 10.0, 7) == (1.0, 3.0, (1 + 4) * bench_recovery.BATCH, 0)
-
-
-def test_what_a_kill_costs_if_all_processes_go_back_to_a_checkpoint() -> None:
     old = [Line(rank, update, rank, float(update), update - 1, 2) for update in (1, 2, 3, 4) for rank in (0, 1)]
     new = [Line(rank, update, 2 + rank, 17.0 + update, update - 1, 2) for update in (3, 4, 5) for rank in (0, 1)]
     assert bench_recovery.find_whole([*old, *new[:4]], {0, 1}) is None
@@ -362,9 +352,12 @@ def test_a_verdict_is_silent_only_without_an_exception_or_a_warning(real: Any, e
     assert api_sweep.judge(real, emulated) == verdict
 
 
-def test_the_page_names_the_kinds_that_differ() -> None:
+def test_the_pages_of_calls_name_the_kinds_that_differ_and_no_silent_entry() -> None:
     calls = [api_sweep.Call("nop()", "tensor", kind, ERROR, emulated) for kind, emulated in (("0", ERROR), ("1", OK))]
     assert "| `nop(tensor)` | 2 | 2 |  |  | `1` |" in api_sweep.page(calls)
+    rows = [line for line in api_sweep.PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert rows
+    assert all(line.endswith("|  |") for line in rows)
 
 
 def test_the_probe_observes_results_changes_of_state_and_errors() -> None:
@@ -373,9 +366,3 @@ def test_the_probe_observes_results_changes_of_state_and_errors() -> None:
     assert found["", ""]["value"] == ["self", {"device_iterations": "2"}]
     assert found["device_iterations", "3"]["value"] == ["self", {"device_iterations": "3"}]
     assert found["device_iterations", "'x'"]["error"][0] == "AssertionError"
-
-
-def test_the_committed_page_has_no_silent_entry() -> None:
-    rows = [line for line in api_sweep.PAGE.read_text().splitlines() if line.startswith("| `")]
-    assert rows
-    assert all(line.endswith("|  |") for line in rows)

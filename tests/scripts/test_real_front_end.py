@@ -73,7 +73,7 @@ def test_options_have_the_names_and_types_of_the_sources(tmp_path: Path) -> None
     assert schemas == ["begin_ipu_block(int stage_id, int ipu_id) -> ()", "nop(Tensor self) -> Tensor"]
 
 
-def test_a_device_has_one_holder() -> None:
+def test_a_device_has_one_holder_and_works_after_the_reset_of_a_broken_partition(monkeypatch: Any) -> None:
     first, second = Device(0), Device(0)
     first.attach()
     with pytest.raises(device.Error, match="Failed to acquire device Id 0"):
@@ -85,6 +85,15 @@ def test_a_device_has_one_holder() -> None:
     second.detach()
     with pytest.raises(device.Error, match="already been detached"):
         second.detach()
+    monkeypatch.setenv("FRONT_END_FAULT", "partition")
+    for access in (lambda: Device.fail("instance 1 is lost"), Device(0).attach):
+        with pytest.raises(device.RecoverableError) as raised:
+            access()
+        assert raised.value.recovery_action == "PARTITION_RESET"
+    device.broken_partition().unlink()
+    attached = Device(0)
+    attached.attach()
+    attached.detach()
 
 
 @pytest.mark.parametrize("fault", ["raise", "unusable", "unrecoverable", "hang"])
@@ -104,18 +113,6 @@ def test_the_loss_of_a_peer_ends_the_call_as_the_fault_says(fault: str, monkeypa
     else:
         with pytest.raises(device.Error, match="error state"):
             Device(0).attach()
-
-
-def test_a_broken_partition_works_after_its_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FRONT_END_FAULT", "partition")
-    for access in (lambda: Device.fail("instance 1 is lost"), Device(0).attach):
-        with pytest.raises(device.RecoverableError) as raised:
-            access()
-        assert raised.value.recovery_action == "PARTITION_RESET"
-    device.broken_partition().unlink()
-    attached = Device(0)
-    attached.attach()
-    attached.detach()
 
 
 def test_the_sum_of_instances_is_in_the_order_of_ranks_and_ends_with_a_dead_peer(
@@ -183,15 +180,12 @@ def _popdist() -> Any:
     return module_of(path, "front_end_popdist")
 
 
-def test_a_row_counts_attaches_and_bytes(tmp_path: Path) -> None:
+def test_a_row_counts_attaches_bytes_and_the_difference_of_weights(tmp_path: Path) -> None:
     run = _run(tmp_path, losses=[3.0, 2.0, 1.0])
     events = [{"event": "attach", "bytes": 0}, {"event": "execute", "bytes": 1000}, {"event": "attach", "bytes": 0}]
     (run.state / "log-1.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     line = real_front_end.line("default", front_end_rows.Outcome(run, "", 2e-5))
     assert line.split()[1:] == ["0", "yes", "2e-05", "2", "1,000", "none"]
-
-
-def test_the_difference_of_weights_is_a_part_of_their_length(tmp_path: Path) -> None:
     first, second = (_run(tmp_path / name, losses=[]) for name in ("a", "b"))
     _write_weights(first, 4, [3.0, 4.5])
     _write_weights(second, 4, [3.0, 4.0])

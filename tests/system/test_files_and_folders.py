@@ -340,21 +340,7 @@ def test_offsets_and_times() -> None:
     assert (offset_at([], 5.0), time_of([], [], 5)) == (0, None)
 
 
-def test_lines_of_an_earlier_process_and_blank_lines_do_not_count(log: Path) -> None:
-    log.write_text("RuntimeError: of the process before\n")
-    last = LastLine(log)
-    assert last.read() is None
-    with log.open("a") as file:
-        file.write("one\ntwo\n\n  \n")
-    assert (last.read(), last.read()) == ("two", "two")
-    with log.open("a") as file:
-        file.write("\n" * 10_000)
-    assert last.read() == "two"
-    last.forget()
-    assert last.read() is None
-
-
-def test_the_last_line_of_a_log(log: Path) -> None:
+def test_the_last_line_of_a_log_is_of_this_process_and_not_blank(log: Path) -> None:
     last = LastLine(log)
     assert last.read() is None  # there is no file
     for content, line in (
@@ -368,6 +354,17 @@ def test_the_last_line_of_a_log(log: Path) -> None:
         log.write_bytes(content)
         assert last.read() == line
     log.unlink()
+    assert last.read() is None
+    log.write_text("RuntimeError: of the process before\n")
+    last = LastLine(log)
+    assert last.read() is None
+    with log.open("a") as file:
+        file.write("one\ntwo\n\n  \n")
+    assert (last.read(), last.read()) == ("two", "two")
+    with log.open("a") as file:
+        file.write("\n" * 10_000)
+    assert last.read() == "two"
+    last.forget()
     assert last.read() is None
 
 

@@ -232,7 +232,7 @@ def two_nodes(tmp_path: Path) -> Path:
     return system(tmp_path, nodes=2, cores=16, threads=2)
 
 
-def test_two_nodes_of_16_cores_with_two_hardware_threads(two_nodes: Path) -> None:
+def test_cores_of_two_nodes_are_divided_between_instances_and_replicas(two_nodes: Path) -> None:
     cores = usable_cores(two_nodes, range(64))
     assert [core.node for core in cores] == [0] * 16 + [1] * 16
     assert (cores[1], parts(cores, 1)) == (Core(0, (1, 33)), [list(range(64))])
@@ -246,25 +246,12 @@ def test_two_nodes_of_16_cores_with_two_hardware_threads(two_nodes: Path) -> Non
     assert second == [*range(16, 32), *range(48, 64)]
     shared = parts(cores, 64)  # more instances than cores
     assert all((len(part), shared.count(part)) == (2, 2) for part in shared)
-
-
-def test_a_restricted_affinity(two_nodes: Path) -> None:
     cores = usable_cores(two_nodes, [0, 1, 2, 32, 33, 16])  # three cores of node 0, one without its second thread
     assert cores == [Core(0, (0, 32)), Core(0, (1, 33)), Core(0, (2,)), Core(1, (16,))]
     # One core in four is on node 1, and so is one instance in four.
     assert parts(cores, 4) == [[0, 32], [1, 33], [2], [16]]
     assert parts(cores, 2) == [[0, 32], [1, 2, 33]]
     assert parts(usable_cores(two_nodes, [5]), 3) == [[5], [5], [5]]
-
-
-def test_one_core_and_an_undescribed_host(tmp_path: Path) -> None:
-    cores = usable_cores(tmp_path, [3])
-    assert (cores, parts(cores, 1), parts(cores, 2)) == ([Core(0, (3,))], [[3]], [[3], [3]])
-    assert replica_cpus(cores, 4, 2) == [[3]]
-    assert usable_cores(tmp_path, [1, 0]) == [Core(0, (0,)), Core(0, (1,))]
-
-
-def test_replicas_have_the_cores_of_their_threads(two_nodes: Path) -> None:
     cores = usable_cores(two_nodes, range(64))
     assert replica_cpus(cores, 2, 1) == [[*range(16), *range(32, 48)], [*range(16, 32), *range(48, 64)]]
     eight = replica_cpus(cores, 8, 4)
@@ -274,6 +261,13 @@ def test_replicas_have_the_cores_of_their_threads(two_nodes: Path) -> None:
     assert sorted(replica_cpus(cores, 100, 1)) == [[cpu] for cpu in range(64)]
     assert len(replica_cpus(cores, 100, 4)) == 16
     assert replica_cpus(cores, 3, 128) == [list(range(64))]
+
+
+def test_one_core_and_an_undescribed_host(tmp_path: Path) -> None:
+    cores = usable_cores(tmp_path, [3])
+    assert (cores, parts(cores, 1), parts(cores, 2)) == ([Core(0, (3,))], [[3]], [[3], [3]])
+    assert replica_cpus(cores, 4, 2) == [[3]]
+    assert usable_cores(tmp_path, [1, 0]) == [Core(0, (0,)), Core(0, (1,))]
 
 
 def cpu_times(**seconds: float) -> SimpleNamespace:

@@ -206,7 +206,7 @@ def test_an_action_is_repeated_until_it_succeeds(attempts: Optional[int], pauses
     assert slept == pauses
 
 
-def test_the_last_attempt_raises_its_own_exception() -> None:
+def test_the_last_attempt_and_what_is_not_repeated_raise_their_own_exceptions() -> None:
     slept: List[float] = []
     asked: List[Exception] = []
 
@@ -218,16 +218,11 @@ def test_the_last_attempt_raises_its_own_exception() -> None:
         retried(failing(9), constant(2.0), repeats, 3, slept.append)
     assert slept == [2.0, 2.0]
     assert [str(error) for error in asked] == ["failure 1", "failure 2"]
-
-
-def test_an_exception_that_is_not_repeated() -> None:
     slept: List[float] = []
     with pytest.raises(ConnectionError, match="failure 2"):
         retried(failing(9), constant(2.0), lambda error: "1" in str(error), sleep=slept.append)
     assert slept == [2.0]
 
-
-def test_an_interruption_is_never_repeated() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 

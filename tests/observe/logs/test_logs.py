@@ -80,7 +80,7 @@ def test_the_events_of_a_run_whose_folder_is_not_utf8_are_shown(run: RunFolder, 
     assert b"checkpoint saved: caf\\xe9/update-1 after update 1" in capfdbinary.readouterr().out
 
 
-def test_events_are_chosen_by_kind_and_time(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_are_chosen_by_kind_and_time_and_a_log_without_marks_is_shown_whole(run: RunFolder, capsys: Any) -> None:
     for flags, expected in (
         (["--events", "all"], ["phase begun", "instance lost"]),
         (["--events", "all", "--since", "135"], ["instance lost"]),
@@ -90,9 +90,6 @@ def test_events_are_chosen_by_kind_and_time(run: RunFolder, capsys: pytest.Captu
         assert main(["logs", str(run.path), "--instance", "1", *flags]) == 0
         found = [line for line in lines(capsys) if line.startswith("events")]
         assert [" ".join(line.split(":")[2].split()[1:]) for line in found] == expected
-
-
-def test_a_log_without_marks_is_shown_whole_if_it_changed(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     (run.path / "logs" / "instance-0.times").unlink()
     for since, expected in (("140", 4), ("151", 0)):
         assert main(["logs", str(run.path), "--instance", "0", "--since", since]) == 0
@@ -312,7 +309,9 @@ def output(capfd: pytest.CaptureFixture[str]) -> Tuple[List[str], str]:
     return [" ".join(line.split()) for line in out.splitlines()], err
 
 
-def test_logs_on_other_hosts_are_merged_by_time(pod: Tuple[RunFolder, Path], capfd: Any, tmp_path: Path) -> None:
+def test_logs_on_other_hosts_are_merged_by_time_and_an_unreachable_host_is_one_line(
+    pod: Tuple[RunFolder, Path], capfd: Any, tmp_path: Path
+) -> None:
     assert main(["logs", str(pod[0].path), "--events", "none"]) == 0
     assert output(capfd) == (
         [
@@ -328,6 +327,14 @@ def test_logs_on_other_hosts_are_merged_by_time(pod: Tuple[RunFolder, Path], cap
     assert set(before.split()) == {"192.0.2.11"}
     assert main(["logs", str(pod[0].path), "--instance", "0"]) == 0
     assert (tmp_path / "bin" / "ssh.calls").read_text() == before  # nothing is fetched that is not shown
+    pod[0].placed(130, "repaired", ["off", "elsewhere"], [20, 21])
+    assert main(["logs", str(pod[0].path), "--events", "none"]) == 0
+    found, err = output(capfd)
+    assert len(found) == 5
+    assert err.splitlines() == [
+        f"raypod: warning: host elsewhere is not in {pod[0].path}/plan.json; logs on it are not shown",
+        "raypod: warning: host off: No route to host; the log of instance 0 there is not shown",
+    ]
 
 
 def test_a_run_that_has_failed_in_its_start_has_logs_on_other_hosts(tmp_path: Path, capfd: Any) -> None:
@@ -380,17 +387,6 @@ def test_a_large_log_is_fetched_in_parts_and_a_shared_one_needs_no_ssh(
     assert main(["logs", str(pod[0].path), "--events", "none"]) == 0
     assert len(output(capfd)[0]) == 3
     assert not calls.exists()
-
-
-def test_an_unreachable_host_is_one_line(pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str]) -> None:
-    pod[0].placed(130, "repaired", ["off", "elsewhere"], [20, 21])
-    assert main(["logs", str(pod[0].path), "--events", "none"]) == 0
-    found, err = output(capfd)
-    assert len(found) == 5
-    assert err.splitlines() == [
-        f"raypod: warning: host elsewhere is not in {pod[0].path}/plan.json; logs on it are not shown",
-        "raypod: warning: host off: No route to host; the log of instance 0 there is not shown",
-    ]
 
 
 @pytest.mark.parametrize("ssh", [Ssh(proxy_command="nc"), Ssh(user="-oProxyCommand=nc")])

@@ -232,7 +232,7 @@ def test_the_pause_between_two_processes_is_left_out_and_sums_of_many_events_are
     assert data["phase_s"] == {"starting": 0.0, "training": 10_000.0, "saving": 10_000.0}
 
 
-def test_steps_inside_the_instances_follow_the_step_that_contains_them() -> None:
+def test_steps_and_windows_of_the_instances_keep_their_order_and_stragglers() -> None:
     starts = Starts()
     seconds = {"start or join Ray": 3.0, "start the instances": 2.0, "meet": 0.1, "in the instances: load data": 1.0}
     starts.handle(event(0, "process_started", raypod="0.1.0"))
@@ -240,9 +240,6 @@ def test_steps_inside_the_instances_follow_the_step_that_contains_them() -> None
     (start,) = starts.starts
     names = ["start or join Ray", "start the instances", "in the instances: load data", "meet"]
     assert ([name for name, _ in start["steps"]], start["total_s"]) == (names, 6.0)
-
-
-def test_windows_of_calls_are_joined_and_stragglers_stay() -> None:
     windows = CallWindows()
     for number in range(5000):
         windows.handle(call_times(10.0 * number, 100 * number, 100, [0.01, 0.01, 0.01, 0.02]), 10.0 * number)

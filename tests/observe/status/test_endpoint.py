@@ -174,7 +174,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_an_endpoint_is_listed_while_it_is_served(registry: Path) -> None:
+def test_an_endpoint_is_listed_while_its_process_serves_it(registry: Path) -> None:
     with endpoint.registered(Path("/runs/a"), 4711, "secret") as path:
         assert (stat.S_IMODE(registry.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o600)
         (found,) = endpoint.entries()
@@ -182,13 +182,6 @@ def test_an_endpoint_is_listed_while_it_is_served(registry: Path) -> None:
         assert (found.pid, found.uid) == (os.getpid(), os.getuid())
         assert "secret" not in repr(found)
     assert (endpoint.entries(), list(registry.iterdir())) == ([], [])
-
-
-def changed(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def test_entries_of_other_processes_do_not_count_but_those_of_this_one_in_another_version(registry: Path) -> None:
     with endpoint.registered(Path("/runs/a"), 4711, "secret") as path:
         assert path is not None
         changed(path, added_later=[1])
@@ -199,9 +192,6 @@ def test_entries_of_other_processes_do_not_count_but_those_of_this_one_in_anothe
             changed(path, **values)
             assert endpoint.entries() == []
             path.write_text(content)
-
-
-def test_a_new_process_removes_entries_of_killed_ones_but_not_those_of_containers(registry: Path) -> None:
     with endpoint.registered(Path("/runs/a"), 1, "secret") as killed, endpoint.registered(Path("/b"), 2, "s") as other:
         assert killed is not None
         assert other is not None
@@ -211,6 +201,10 @@ def test_a_new_process_removes_entries_of_killed_ones_but_not_those_of_container
             assert not killed.exists()
             assert other.exists()
             assert [each.port for each in endpoint.entries()] == [3]
+
+
+def changed(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def test_a_folder_that_others_can_read_gets_no_token(registry: Path) -> None:
@@ -282,7 +276,9 @@ def test_every_path_and_method_needs_the_token_first(server: TokenServer, method
         assert request(server, "/status", method, bearer(server))[0] == 405, "it is read-only"
 
 
-def test_a_client_with_the_token_gets_what_the_routes_give(server: TokenServer) -> None:
+def test_a_client_with_the_token_gets_what_the_routes_give_and_the_token_file_is_private(
+    server: TokenServer, tmp_path: Path
+) -> None:
     assert request(server, "/status?a=1", headers=bearer(server)) == (200, '{"query": {"a": "1"}, "loss": null}')
     assert request(server, f"/status?token={server.token}") == (200, '{"query": {}, "loss": null}')
     for path in ("/../", "/../../etc/passwd", "/nothing", "/status/"):
@@ -297,6 +293,12 @@ def test_a_client_with_the_token_gets_what_the_routes_give(server: TokenServer) 
             slow = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             slow.sendall(b"GET /status HT")
         assert request(server, "/status", headers=bearer(server))[0] == 200
+    path = tmp_path / "token"
+    path.write_text("an older, longer token" * 9)
+    path.chmod(0o644)
+    server.write_token(path)
+    assert (stat.S_IMODE(path.stat().st_mode), read_token(path)) == (0o600, server.token)
+    assert len(server.token) == 64
 
 
 def test_a_request_is_bounded_as_a_whole(monkeypatch: pytest.MonkeyPatch, server: TokenServer) -> None:
@@ -325,15 +327,6 @@ def test_it_listens_on_loopback_only_and_frees_the_port() -> None:
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", server.port))
-
-
-def test_the_token_file_is_private(server: TokenServer, tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    path.write_text("an older, longer token" * 9)
-    path.chmod(0o644)
-    server.write_token(path)
-    assert (stat.S_IMODE(path.stat().st_mode), read_token(path)) == (0o600, server.token)
-    assert len(server.token) == 64
 
 
 def test_a_browser_can_get_a_page_with_the_401_of_the_first_path() -> None:

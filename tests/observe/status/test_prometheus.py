@@ -79,14 +79,11 @@ def train(status: RunStatus, calls: int) -> None:
         status.on_event(UpdateDone(update + 1, 1, {"loss": math.nan}, 1, 50.0, 1.0, 0.25, part_rates=rates))
 
 
-def test_a_run_before_its_first_update_has_no_unknown_values(status: RunStatus) -> None:
+def test_a_run_counts_from_zero_and_has_its_position(status: RunStatus) -> None:
     found = scraped(status)
     assert (found['raypod_phase{phase="starting"}'], found["raypod_update_limit"]) == (1, 4)
     assert found['raypod_instance_up{instance="0",host="localhost"}'] == 0
     assert not [name for name in found if "timestamp" in name or "call_seconds" in name or "eta" in name]
-
-
-def test_a_resumed_run_counts_from_zero_and_has_its_position(status: RunStatus) -> None:
     train(status, calls=2)
     found = scraped(status)
     assert (found["raypod_updates_total"], found["raypod_update"], found["raypod_generation"]) == (2, 4, 3)
@@ -266,7 +263,7 @@ def expressions() -> Iterator[str]:
         yield annotation["expr"]
 
 
-def test_the_configuration_is_valid_and_each_alert_fires_for_its_cause_only(promtool: Any, tmp_path: Path) -> None:
+def test_the_expressions_of_the_configuration_and_the_dashboard_are_valid(promtool: Any, tmp_path: Path) -> None:
     promtool("check", "config", "--syntax-only", "prometheus.yml")
     promtool("check", "rules", "alerts.yml")
     shutil.copy(SHIPPED / "alerts.yml", tmp_path)
@@ -275,9 +272,6 @@ def test_the_configuration_is_valid_and_each_alert_fires_for_its_cause_only(prom
     rules = yaml.safe_load((SHIPPED / "alerts.yml").read_text())["groups"][0]["rules"]
     tested = (tmp_path / "alerts_test.yml").read_text()
     assert [rule["alert"] for rule in rules if f'alertname="{rule["alert"]}"' not in tested] == []
-
-
-def test_the_expressions_of_the_dashboard_are_valid(promtool: Callable[..., None], tmp_path: Path) -> None:
     values = {"${prefix}": "", "$run": "a", "$__rate_interval": "1m"}
     rules = []
     for number, expression in enumerate(expressions()):

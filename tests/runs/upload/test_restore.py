@@ -51,7 +51,9 @@ def resume(stored: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> C
     return run
 
 
-def test_commands_read_a_run_on_a_storage(stored: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+def test_commands_read_a_run_on_a_storage_if_it_is_there(
+    stored: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["verify-data", f"file://{stored}"]) == 0
     assert "proved: 4 updates" in capfd.readouterr().out
@@ -61,9 +63,6 @@ def test_commands_read_a_run_on_a_storage(stored: Path, tmp_path: Path, monkeypa
     result = json.loads(Path("result.json").read_text())
     assert result["accuracy"] == summary_of(stored)["test_accuracy"]
     assert result["checkpoint"] == f"file://{stored}/checkpoints/{NEWEST}"
-
-
-def test_a_run_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     url = f"file://{tmp_path}/nothing"
     for command in (["verify-data", url], ["report", url], ["evaluate", url]):
         assert main(command) == 2
