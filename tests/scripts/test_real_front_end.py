@@ -127,8 +127,8 @@ def test_the_sum_of_instances_is_in_the_order_of_ranks_and_ends_with_a_dead_peer
     peers.load()
     assert peers.sum([torch.full((1,), 2.0)]) == [torch.full((1,), 5.0)]
     assert not (place / "0-1").exists(), "the sum before remains"
-    monkeypatch.setenv("EMULATED_POD_RENDEZVOUS", "host:1")
-    place = tmp_path / "host-1-training-0"
+    monkeypatch.setenv("EMULATED_POD_RENDEZVOUS", "host:2")
+    place = tmp_path / "host-2-training-0"
     place.mkdir()
     (place / "1.pid").write_text("999999999")
     with pytest.raises(device.RecoverableError, match="instance 1 is lost"):

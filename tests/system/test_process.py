@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Iterator, List, Optional, Sequence
@@ -270,14 +271,12 @@ def test_one_core_and_an_undescribed_host(tmp_path: Path) -> None:
     assert usable_cores(tmp_path, [1, 0]) == [Core(0, (0,)), Core(0, (1,))]
 
 
-def cpu_times(**seconds: float) -> SimpleNamespace:
-    """Return times as `psutil.cpu_times` does on Linux."""
-    zero = dict.fromkeys(("nice", "system", "iowait", "irq", "softirq", "steal"), 0.0)
-    return SimpleNamespace(**{**zero, "guest": 5.0, "guest_nice": 5.0, **seconds})
+_ZERO = dict.fromkeys(("nice", "system", "idle", "iowait", "irq", "softirq", "steal"), 0.0)
+CpuTimes = namedtuple("CpuTimes", ("user", *_ZERO, "guest", "guest_nice"), defaults=(*_ZERO.values(), 5.0, 5.0))
 
 
 def test_usage_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, times = [10.0], [cpu_times(user=100, idle=90, iowait=10)]
+    now, times = [10.0], [CpuTimes(user=100, idle=90, iowait=10)]
     interfaces = {"lo": SimpleNamespace(bytes_recv=900, bytes_sent=900)}
     interfaces["eth0"] = SimpleNamespace(bytes_recv=5, bytes_sent=7)
     interfaces["ib0"] = SimpleNamespace(bytes_recv=10, bytes_sent=20)
@@ -291,7 +290,7 @@ def test_usage_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (first.memory_used_bytes, first.memory_total_bytes) == (600, 1000)
     assert (first.network_received_bytes, first.network_sent_bytes) == (15, 27)
     assert 0 < first.disk_used_bytes <= first.disk_total_bytes
-    times[0] = cpu_times(user=130, idle=100, iowait=10)
+    times[0] = CpuTimes(user=130, idle=100, iowait=10)
     assert meter.measure() is first  # too soon
     now[0] += 1
     assert meter.measure().cpu_share == 0.75
