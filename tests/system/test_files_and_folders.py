@@ -61,22 +61,6 @@ def test_a_large_file_is_flushed_while_it_is_written(tmp_path: Path, monkeypatch
     assert ranges == ([(0, 8), (8, 8), (16, 8)] if is_known else [])
 
 
-def test_an_append_only_file_keeps_lines_while_the_disk_is_full(tmp_path: Path, monkeypatch: Any) -> None:
-    def fail(descriptor: int, data: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    file = files.AppendOnlyFile(tmp_path / "lines")
-    file.write_line("first")
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", fail)
-        file.write_line("second")
-        file.sync()
-    assert file.path.read_text() == "first\n"
-    file.write_line("third")
-    assert file.path.read_text() == "first\nsecond\nthird\n"
-    file.close()
-
-
 class FailingDisk:
     """A disk whose next operations of a kind fail with an error, and lose what was not flushed."""
 

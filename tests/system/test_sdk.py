@@ -67,9 +67,7 @@ def test_the_selection_of_an_installed_sdk(
     if installed:
         (tmp_path / "poptorch.py").write_text(FAKE[installed])
         (tmp_path / "popdist.py").write_text("")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "EMULATED_POD_STRICT": strict}
-    words = [sys.executable, "-c", SELECT.format(device=device, before="")]
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = run_beside(tmp_path, SELECT.format(device=device, before=""), strict)
     assert done.stdout.startswith(begins), done.stderr
     assert contains.format(folder=tmp_path) in done.stdout
     assert ("| waited None" in done.stdout) is begins.startswith("ipu")  # the Poplar SDK does not measure it
@@ -78,11 +76,15 @@ def test_the_selection_of_an_installed_sdk(
 
 def test_the_emulated_sdk_replaces_one_that_was_imported_before(processes: None, tmp_path: Path) -> None:
     (tmp_path / "poptorch.py").write_text(FAKE["with_ipus"])
-    program = SELECT.format(device="emulated", before="import poptorch")  # by the template of the workers
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    words = [sys.executable, "-c", program]
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = run_beside(tmp_path, SELECT.format(device="emulated", before="import poptorch"))  # by the workers' template
     assert "emulated_sdk/poptorch" in done.stdout, done.stderr
+
+
+def run_beside(folder: Path, program: str, strict: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a program that can import the modules of a folder."""
+    env = {**os.environ, "PYTHONPATH": str(folder), "EMULATED_POD_STRICT": strict}
+    words = [sys.executable, "-c", program]
+    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
 HANDLERS = """
@@ -103,9 +105,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 def test_importing_poptorch_does_not_change_what_sigterm_and_exceptions_do(processes: None, tmp_path: Path) -> None:
     (tmp_path / "poptorch.py").write_text(HANDLERS + FAKE["with_ipus"])
     (tmp_path / "popdist.py").write_text("")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    words = [sys.executable, "-c", TERMINATE]
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = run_beside(tmp_path, TERMINATE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\nterminated\n", "")
 
 
@@ -233,14 +233,8 @@ def test_the_last_attempt_and_what_is_not_repeated_raise_their_own_exceptions() 
 def test_growing_pauses_double_up_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("random.uniform", lambda low, high: (low, high))
     pause = growing(0.5, 5.0)
-    assert [pause(attempt) for attempt in (1, 2, 3, 4, 5, 5000)] == [  # type: ignore[comparison-overlap]
-        (0, 0.5),
-        (0, 1.0),
-        (0, 2.0),
-        (0, 4.0),
-        (0, 5.0),
-        (0, 5.0),
-    ]
+    pauses = [pause(attempt) for attempt in (1, 2, 3, 4, 5, 5000)]
+    assert pauses == [(0, 0.5), (0, 1.0), (0, 2.0), (0, 4.0), (0, 5.0), (0, 5.0)]
 
 
 CONFIG = {"runtime_env": {"env_vars": {"A": "1"}}, "metadata": {"job_submission_id": "raypod-run-1"}}
@@ -265,17 +259,10 @@ def listener() -> Iterator[socket.socket]:
 
 def start(listener: socket.socket, log: Path, output: Path, *command: str) -> subprocess.Popen[bytes]:
     words = ["exec", sys.executable, "-I", job_driver.__file__, listener.getsockname(), str(log), *command]
-    line = " ".join(map(shlex.quote, words))
+    options: Any = {"env": {**os.environ, **OF_RAY}, "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    options["preexec_fn"] = lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) and None
     with output.open("ab") as file:
-        return subprocess.Popen(
-            line,
-            shell=True,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **OF_RAY},
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) and None,
-        )
+        return subprocess.Popen(" ".join(map(shlex.quote, words)), shell=True, stdout=file, **options)
 
 
 def send(listener: socket.socket, environment: Dict[str, str], folder: Path) -> int:

@@ -234,24 +234,17 @@ def test_every_port_refuses_requests_without_the_token(pod: EmulatedPod, shared:
     assert long_run.state().state == run_state.RUNNING
 
 
-def test_a_run_continues_after_a_host_loses_power(pod: EmulatedPod, long_run: LongRun) -> None:
+@pytest.mark.parametrize(("fault", "host", "repair"), [("kill", 3, "boot"), ("cut", 2, "mend")])
+def test_a_run_continues_after_a_host_loses_power_and_another_its_network(
+    pod: EmulatedPod, long_run: LongRun, fault: str, host: int, repair: str
+) -> None:
     seen = len(long_run.output())
-    pod.run("kill", "3")
+    pod.run(fault, str(host))
     try:
-        assert long_run.reports_lost(address(3), seen), long_run.output()
-        assert long_run.recovers(restarts=1), long_run.output()
+        assert long_run.reports_lost(address(host), seen), long_run.output()
+        assert long_run.recovers(restarts=1 if fault == "kill" else 2), long_run.output()
     finally:
-        pod.run("boot", "3")
-
-
-def test_a_run_continues_after_a_host_loses_its_network(pod: EmulatedPod, long_run: LongRun) -> None:
-    seen = len(long_run.output())
-    pod.run("cut", "2")
-    try:
-        assert long_run.reports_lost(address(2), seen), long_run.output()
-        assert long_run.recovers(restarts=2), long_run.output()
-    finally:
-        pod.run("mend", "2")
+        pod.run(repair, str(host))
 
 
 def test_the_same_command_resumes_a_run_whose_coordinator_was_killed(pod: Any, shared: Path, long_run: Any) -> None:

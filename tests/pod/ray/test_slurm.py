@@ -87,28 +87,16 @@ class Job:
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("without-ray", PYTHON)):
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
-        variables = {
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": "node[1-2]",
-            "SLURM_JOB_NUM_NODES": "2",
-            "FAKE_NODES": f"{own},{SECOND_NODE}",
-            "RAYPOD_RUN_DIR": str(self.run),
-            "RAYPOD_PYTHON": python or str(programs / "without-ray"),
-            "RAYPOD_RAY_PORT": str(free_port()),
-            "RAYPOD_START_S": str(int(COMMAND_S)),
-            "RAY_TMPDIR": temporary,
-            "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
-            "PYTHONPATH": os.pathsep.join([str(folder), str(SCRIPT.parents[1])]),
-        }
+        variables = {f"SLURM_JOB_{name}": value for name, value in (("ID", "7"), ("NODELIST", "node[1-2]"))}
+        variables.update(SLURM_JOB_NUM_NODES="2", FAKE_NODES=f"{own},{SECOND_NODE}", RAY_TMPDIR=temporary)
+        settings = {"RUN_DIR": str(self.run), "PYTHON": python or str(programs / "without-ray")}
+        settings.update(RAY_PORT=str(free_port()), START_S=str(int(COMMAND_S)))
+        variables.update({f"RAYPOD_{name}": value for name, value in settings.items()})
+        variables["PATH"] = os.pathsep.join([str(programs), os.environ["PATH"]])
+        variables["PYTHONPATH"] = os.pathsep.join([str(folder), str(SCRIPT.parents[1])])
         self._out = (folder / "out").open("a+")
-        self.process = subprocess.Popen(
-            ["bash", str(SCRIPT), *flags],
-            cwd=folder,
-            env={**os.environ, **variables},
-            stdout=self._out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        options: Any = {"cwd": folder, "stdout": self._out, "stderr": subprocess.STDOUT, "start_new_session": True}
+        self.process = subprocess.Popen(["bash", str(SCRIPT), *flags], env={**os.environ, **variables}, **options)
 
     @property
     def output(self) -> str:
