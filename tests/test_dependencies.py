@@ -110,20 +110,8 @@ def test_an_import_at_the_top_of_a_module_is_no_extra() -> None:
 def test_the_extras() -> None:
     found = list(requirements())
     assert len(found) - 1 <= 14
-    assert {
-        "pod",
-        "s3",
-        "gs",
-        "sftp",
-        "tensorboard",
-        "mlflow",
-        "wandb",
-        "jpeg",
-        "tokenizers",
-        "hf",
-        "tune",
-        "onnx",
-    } == {*filter(None, of_users())}
+    named = "pod s3 gs sftp tensorboard mlflow wandb jpeg tokenizers hf tune onnx"
+    assert {*named.split()} == {*filter(None, of_users())}
     for extra in re.findall(r"raypod\[([\w,-]+)\]", _all_texts()):
         assert set(extra.split(",")) <= {*found, "NAME"}, extra
 
@@ -131,9 +119,8 @@ def test_the_extras() -> None:
 def _all_texts() -> str:
     """Return the texts in which users read names of extras."""
     folders = ("raypod", "docs", "scripts", "tests", "cluster", "configs")
-    files = [
-        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".yaml")
-    ]
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*"))
+    files = [path for path in paths if path.suffix in (".py", ".md", ".yaml")]
     files += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml")]
     return "\n".join(path.read_text() for path in files if path.name != Path(__file__).name)
 

@@ -1,4 +1,4 @@
-"""`raypod --help` and the dispatch of subcommands."""
+"""`raypod --help`, the dispatch of subcommands, errors with their exit codes, and completion in bash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Background runs, and runs whose coordinator died."""
+"""Runs in the background as processes and as Ray jobs, and runs whose coordinator died."""
 
 from __future__ import annotations
 
@@ -226,10 +226,8 @@ def test_the_status_of_a_stopped_coordinator_has_the_newest_update_on_disk(
     assert main(["status", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     if stopped:
-        message = (
-            f"state  running, but its process is stopped (SIGSTOP, SIGTSTP or a debugger); kill -CONT {os.getpid()}"
-        )
-        assert message in out
+        message = "state  running, but its process is stopped (SIGSTOP, SIGTSTP or a debugger); kill -CONT "
+        assert f"{message}{os.getpid()}" in out
         assert " update  32 of 40\n        loss  0.500, 10 samples/s\n" in out
     else:  # the state of a process that runs is the newest one: a repair can have gone back
         assert " state  running\n" in out

@@ -1,4 +1,4 @@
-"""The command `raypod train` with the inline fleet: its files, signals, errors and resumes."""
+"""The commands `raypod train` with the inline fleet, `raypod lr-range` and `raypod compile`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What uses a Ray cluster is named before a restart, and stopped only on request: on the hosts, and by `raypod up`."""
+"""What uses a Ray cluster before a restart, what `raypod down` ends, and heads that are joined while they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of pod/doctor on this host, and of pod/probe as it runs on other hosts."""
+"""The doctor: its probe on this host, its findings, and a program on the emulated SDK until its first call."""
 
 from __future__ import annotations
 

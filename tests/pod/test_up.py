@@ -1,4 +1,4 @@
-"""Tests of pod/up, pod/file_checks and pod/ssh, without hosts."""
+"""pod/up, pod/file_checks and pod/ssh, without hosts or with a fake `ssh` that prints other text, too."""
 
 from __future__ import annotations
 

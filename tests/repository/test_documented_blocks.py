@@ -1,4 +1,4 @@
-"""Every command of the tutorials and how-tos is executed by a test, or is marked with the reason why it is not."""
+"""The documentation: commands that are executed, links, and generated pages that are complete."""
 
 from __future__ import annotations
 

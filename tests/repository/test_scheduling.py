@@ -1,4 +1,4 @@
-"""The distribution of test files among processes: every test runs once, and Ray clusters in two processes only."""
+"""The kinds of tests, and their distribution among processes: Ray clusters in two processes only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of `scripts/dev`."""
+"""`scripts/dev`, chaos, published programs, what measures, CIFAR-10 from a server, and the sweep of the API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files are replaced atomically, append-only files survive a full disk, folders are created once, JSON has no NaN."""
+"""Files and folders that survive faults, logs with their marks and last lines, and what a storage holds."""
 
 from __future__ import annotations
 

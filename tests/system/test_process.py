@@ -1,4 +1,4 @@
-"""An instance's process reuses the memory that it frees; the start time identifies a process."""
+"""Processes: their memory, start times and signals, the cores and the usage of a host, and the record of activity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`select` chooses the real or the emulated SDK and reports its choice."""
+"""The choice of the SDK, torchvision's import, the address of Horovod, repetitions, and the driver of a Ray job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard over HTTP and in Chromium: the token, live updates, a selection of runs; its command."""
+"""The dashboard over HTTP and in Chromium, its command, and the list of runs in a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`raypod logs` of folders on this host."""
+"""`raypod logs` of folders on this host, and on others that a fake ssh reaches."""
 
 from __future__ import annotations
 

@@ -119,10 +119,8 @@ class Screen:
         self.master, self.slave = pty.openpty()
         self.before: List[Any] = termios.tcgetattr(self.slave)
         streams = {"stdin": self.slave, "stdout": self.slave, "stderr": self.slave}
-        sized = {"COLUMNS": "100", "LINES": "30", **changed}
-        self.process = subprocess.Popen(
-            command(*arguments), env=environment(**sized), start_new_session=True, **streams
-        )
+        env = environment(**{"COLUMNS": "100", "LINES": "30", **changed})
+        self.process = subprocess.Popen(command(*arguments), env=env, start_new_session=True, **streams)
         self.text = ""
 
     def see(self, pattern: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the monitor finds on this host: endpoints, run folders, logs and `gc-monitor`."""
+"""What the monitor finds: endpoints, run folders, logs and `gc-monitor` of this host, and of others over ssh."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def opened(tab: Page, text: str, folder: Path) -> None:
     tab.wait_for("window.raypodReport && raypodReport.ready")
 
 
-def test_curves_have_the_points_of_the_metrics(tmp_path: Path, tab: Page) -> None:
+def test_curves_have_the_points_of_the_metrics_and_runs_with_few_files_are_drawn(tmp_path: Path, tab: Page) -> None:
     lines = write_run(tmp_path / "run")
     opened(tab, page.render([data_of(tmp_path / "run")]), tmp_path)
     training, evaluation = tab.run(SERIES)
@@ -132,10 +132,6 @@ def test_curves_have_the_points_of_the_metrics(tmp_path: Path, tab: Page) -> Non
     assert {"loss, last update", "loss, evaluation"} <= set(tiles)
     assert tab.run("document.querySelector('#instances').innerText").count("slow") >= 2
     assert tab.requests == [(tmp_path / "page.html").as_uri()]
-
-
-def test_runs_with_few_files_are_drawn(tmp_path: Path, tab: Page) -> None:
-    write_run(tmp_path / "run")
     opened(tab, page.render([{**data_of(tmp_path / "run"), "summary": None}]), tmp_path)
     rows = tab.run("[...document.querySelectorAll('#environment tr')].map((row) => row.innerText)")
     assert any(row.split() == ["last", "checkpoint", "update-00000020"] for row in rows)

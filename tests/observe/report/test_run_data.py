@@ -1,4 +1,4 @@
-"""The data of a report: rows kept of long runs, what is read again, the timeline, the calls of instances."""
+"""The data of a report: rows, timeline and calls of a run; `raypod compare` and its results."""
 
 from __future__ import annotations
 

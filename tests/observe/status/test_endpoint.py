@@ -1,4 +1,4 @@
-"""The status endpoint of a training: served while it runs, for holders of the token, and gone after every end."""
+"""The status endpoint: served while a training runs, listed for this user, and only for holders of the token."""
 
 from __future__ import annotations
 

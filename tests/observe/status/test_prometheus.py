@@ -1,4 +1,4 @@
-"""The metrics of a run in the text format: names, values, escaping, and the judgement of the real promtool."""
+"""The metrics of a run in the text format, the real Prometheus and promtool, and configs/observability."""
 
 from __future__ import annotations
 
@@ -187,9 +187,8 @@ def prometheus_of(folder: Path, port: int) -> Iterator[Prometheus]:
         own_port = free.port
     command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(
-            [*command, f"--web.listen-address=127.0.0.1:{own_port}"], stdout=log, stderr=subprocess.STDOUT
-        )
+        words = [*command, f"--web.listen-address=127.0.0.1:{own_port}"]
+        server = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
     try:
         yield Prometheus(own_port)
     finally:

@@ -1,4 +1,4 @@
-"""The status of a run, folded from the events of a scripted fleet."""
+"""The status of a run, folded from the events of a scripted fleet, and that of a launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator's side of the mirror: it starts the process, tells it about checkpoints, warns once, and ends it."""
+"""The coordinator's side of the mirror, and the process that mirrors a run folder."""
 
 from __future__ import annotations
 
