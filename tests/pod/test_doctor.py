@@ -109,11 +109,11 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gcs, "check", lambda _: gcs.Answer(gcs.SILENT, "no reply", b""))
 
 
-def findings(capsys: Any, what: str, *words: str) -> List[Tuple[str, str]]:
-    """Return the levels and texts of what the doctor finds."""
+def findings(capsys: Any, name: str, *words: str) -> List[Tuple[str, ...]]:
+    """Return the levels, names and texts of the findings of a level or a name."""
     main(["doctor", "--json", *words])
     found = json.loads(capsys.readouterr().out)["findings"]
-    return [(each["level"], each["text"]) for each in found if each["what"] == what]
+    return [(each["level"], each["what"], each["text"]) for each in found if name in (each["level"], each["what"])]
 
 
 def test_every_host_of_the_file_is_probed(unreachable: None, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
@@ -123,10 +123,9 @@ def test_every_host_of_the_file_is_probed(unreachable: None, monkeypatch: Any, c
     assert "no answer at 10.0.0.11:6379 without a token (no reply)" in output
     file = tmp_path / "pod.yaml"
     file.write_text(SHIPPED.read_text().replace("  ssh_private_key: ~/.ssh/id_ed25519\n", ""))
-    ((level, text),) = findings(capsys, "cluster file", "--cluster", str(file))
-    words = "auth.ssh_private_key is not set: the head logs in to the workers with its own"
-    assert (level, words in text) == ("warn", True)
-    assert findings(capsys, "cluster file", "--cluster", str(SHIPPED)) == []
+    ((_, what, text),) = findings(capsys, "warn", "--cluster", str(file))
+    assert what == "cluster file"
+    assert "auth.ssh_private_key is not set: the head logs in to the workers with its own" in text
 
     def run_on(host: Host, _: Any, words: List[str], *__: Any) -> ssh.Result:
         assert "exec python3 - --check /tmp/ray-$(id -un)" in words or words[0] != "bash"
@@ -134,7 +133,8 @@ def test_every_host_of_the_file_is_probed(unreachable: None, monkeypatch: Any, c
 
     monkeypatch.setattr(ssh, "run_on", run_on)
     found = findings(capsys, "RAY_TMPDIR", "--cluster", str(SHIPPED))
-    assert found == [("trouble", f"/tmp/ray-root on 10.0.0.{last} belongs to uid 7") for last in (11, 12, 13)]
+    texts = [f"/tmp/ray-root on 10.0.0.{last} belongs to uid 7" for last in (11, 12, 13)]
+    assert found == [("trouble", "RAY_TMPDIR", text) for text in texts]
 
 
 def test_a_local_session_without_its_own_folder_is_trouble(
@@ -160,7 +160,7 @@ def test_a_wrong_ray_address_is_trouble(
 ) -> None:
     monkeypatch.setattr(gcs, "check", lambda *_, **__: gcs.Answer(gcs.SILENT, "refused", b""))
     monkeypatch.setenv("RAY_ADDRESS", address)
-    assert findings(capsys, "RAY_ADDRESS") == ([("trouble", text)] if text else [])
+    assert findings(capsys, "RAY_ADDRESS") == ([("trouble", "RAY_ADDRESS", text)] if text else [])
 
 
 GIB = 1 << 30

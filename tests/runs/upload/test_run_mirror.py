@@ -117,12 +117,8 @@ def test_a_damaged_checkpoint_blocks_nothing(run: Path, url: str, remote: Path, 
     found = mirror(run, url, script=script, kept=Retention(2))
     left = names[:-1] if damaged == 4 else names
     pending = (name_of(damaged),) if damaged == 4 else ()
-    assert (found.pending, found.is_complete, found.skipped_checkpoints, found.failures) == (
-        pending,
-        damaged != 4,
-        0,
-        0,
-    )
+    state = (found.pending, found.is_complete, found.skipped_checkpoints, found.failures)
+    assert state == (pending, damaged != 4, 0, 0)
     assert whole_checkpoints(url, "a run", tmp_path / "copy") == left[-2:]
     assert (remote / "a run" / "checkpoints" / "LATEST").read_text() == f"{names[-1]}\n"
     assert summary_of(remote / "a run")["storage"]["not_mirrored"] == list(found.pending)
