@@ -28,7 +28,6 @@ from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.inline import InlineFleet
 from raypod.system import sdk
 from raypod.training.checkpoint import resume, writer
-from tests.support import ROOT
 
 INLINE = {"run": {"fleet": "inline", "device": "emulated"}}
 
@@ -156,27 +155,6 @@ def test_a_data_set_without_a_test_split_is_not_evaluated(make: Any, tmp_path: P
     assert not any(isinstance(event, EvaluationDone) for event in events)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--batch-sice", "3"],
-        ["--replicas", "6", "--num-instances", "4", "--cluster", str(ROOT / "cluster" / "pod16.yaml")],
-        ["--dataset", "digitz"],
-        ["--model", "resnet9"],
-        ["--batch-size", "5000"],
-        ["--device", "ipu"],
-        ["--collectives", "horovod"],
-        ["--resume", "/nowhere"],
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(flags: List[str], tmp_path: Path, capsys: Any) -> None:
-    fleet = [] if "--num-instances" in flags else ["--fleet", "inline"]
-    assert train.main([*fleet, "--run-dir", str(tmp_path / "run"), *flags]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("raypod: error: ")
-    assert not (tmp_path / "run").exists()
-
-
 def test_verify_data_over_two_generations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verify_two_generations(tmp_path, capsys)
 
@@ -289,22 +267,6 @@ def test_the_command_writes_the_curve_and_prints_a_rate(tmp_path: Path, capsys: 
     assert float(rows[0]["learning_rate"]) == pytest.approx(1e-5)
     assert float(rows[1]["learning_rate"]) == pytest.approx(1e-5 * 1e6 ** (1 / 59))
     assert 1e-3 < float(result.rpartition("--learning-rate ")[2]) < 1
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--lr-schedule", "step"], "omit --lr-schedule"),
-        (["--resume", "runs/x"], "lr-range begins at the first update: omit --resume"),
-        (["run.resume=runs/x"], "lr-range begins at the first update: omit --resume"),
-        (["--detach"], "omit --detach"),
-        (["--updatse", "5"], "did you mean --updates?"),
-    ],
-)
-def test_wrong_words_are_one_line(words: List[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lr-range", *RANGE, *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
 
 
 COMPILE = ["--dataset", "synthetic", "--model", "tiny", "--samples", "64", "--batch-size", "2"]

@@ -1,4 +1,4 @@
-"""Training under Ray, its resume elsewhere, a mirror on a storage that a run continues from, and a report in a browser."""
+"""Training under Ray, its resume elsewhere, a storage that a run continues from, and a report in a browser."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import threading
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Tuple
@@ -95,25 +94,6 @@ def test_the_command_prints_one_line_and_ends_by_ctrl_c(live: Run, tmp_path: Pat
     pattern = rf"The dashboard of {runs}: http://127\.0\.0\.1:\d+/\?token=[0-9a-f]{{64}}\n"
     assert re.fullmatch(pattern, printed.read_text())
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_mistake_is_one_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        for flags, message in (
-            ([], "dashboard runs: the folder does not exist"),
-            (["missing"], "dashboard missing: the folder does not exist; give the folder that holds the runs"),
-            (["file"], "dashboard file: is not a folder; give the folder that holds the runs"),
-            ([".", "--port", "70000"], "--port 70000: must be a port number"),
-            ([".", "--port", "x"], "--port x: must be a port number"),
-            ([".", "--port", port], f"--port {port}: Address already in use; choose another port"),
-            ([".", "--open"], "unknown flag --open"),
-        ):
-            assert main(["dashboard", *flags]) == 2
-            out, err = capsys.readouterr()
-            assert (out, len(err.splitlines()), message in err) == ("", 1, True), err
 
 
 SELECTED = "raypodReport.runs.map((run) => run.name).sort().join()"

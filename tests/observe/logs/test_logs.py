@@ -147,29 +147,6 @@ def test_the_folder_of_a_launch(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "--instance 3: the run has the instances 2, 10" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--instance", "2"], "--instance 2: the run has the instances 0, 1"),
-        (["--instance", "1-0"], "--instance 1-0: must be numbers or ranges"),
-        (["--instance", "a"], "--instance a: must be"),
-        (["--instance", "0-99999999999"], "too many"),
-        (["--tail", "-1"], "--tail -1: must be a number of lines"),
-        (["--since", "soon"], "--since soon: must be an age"),
-        (["--events", "updates"], "no kind of event"),
-        (["--cluster", "/nothing.yaml"], "cannot read the cluster file"),
-        (["--colour"], "unknown flag --colour"),
-        (["logs"], "not the folder of a run or a launch: it has no plan.json"),
-        (["nowhere"], "does not exist"),
-    ],
-)
-def test_a_mistake_is_one_line(run: RunFolder, capsys: Any, flags: List[str], message: str) -> None:
-    words = [str(run.path), *flags] if flags[0].startswith("--") else [f"{run.path}/{flags[0]}"]
-    assert main(["logs", *words]) == 2
-    out, err = capsys.readouterr()
-    assert (out, len(err.splitlines()), message in err) == ("", 1, True)
-
-
 def test_prefixes_have_colours_on_a_terminal_only(run: RunFolder, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")

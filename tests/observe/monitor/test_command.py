@@ -72,28 +72,6 @@ def test_json_has_the_documented_keys(run_dir: Path, capsys: pytest.CaptureFixtu
     assert [each["pid"] for each in host["ipus"]] == [1004, 1004, 1005, 1005, 1006, 1006, 1007, 1007]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nothing-here"], "monitor nothing-here: the run folder does not exist"),
-        (["."], "monitor .: the folder holds no run"),
-        (["--cluster", "nothing.yaml"], "cannot read the cluster file nothing.yaml"),
-        (["--interval", "0"], "--interval 0: must be from 0.1 to 60 seconds"),
-        (["--interval", "nan"], "--interval nan: must be"),
-        (["--follow"], "--follow needs --json"),
-        (["--once", "--json"], "use one of them"),
-        ([".", "--cluster", "x"], "RUN and --cluster exclude each other"),
-        (["--bad"], "unknown flag --bad"),
-    ],
-)
-def test_mistakes_are_one_line(arguments: Any, message: str, run_dir: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.chdir(run_dir.parent)
-    assert main(["monitor", *arguments]) == 2
-    out, error = capsys.readouterr()
-    assert (out, error.count("\n")) == ("", 1)
-    assert message in error
-
-
 def test_the_usage_shows_which_flags_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["monitor", "--help"])

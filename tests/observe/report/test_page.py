@@ -84,26 +84,6 @@ def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: Any, capsys: A
     assert capsys.readouterr().out.splitlines()[0].startswith(f"Report: {tmp_path / 'one' / 'report.html'}")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["missing"], "missing does not exist"),
-        (["."], "is no run folder"),
-        ([], "the following arguments are required"),
-        (["one", "--output", "."], "is a folder"),
-        (["one", "--output", ""], "--output is empty; name a file"),
-        (["one", "--output", "none/report.html"], "cannot write none/report.html"),
-    ],
-)
-def test_a_wrong_command_is_one_line(tmp_path: Path, monkeypatch: Any, capsys: Any, words: Any, message: str) -> None:
-    write_run(tmp_path / "one")
-    monkeypatch.chdir(tmp_path)
-    assert __main__.main(["report", *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert not list(tmp_path.glob("**/*.html*"))
-
-
 @pytest.fixture
 def tab(chromium: Any, request: Any) -> Iterator[Page]:
     """A page of the size and scheme that the test has as a parameter; it must have no errors at its end."""

@@ -327,12 +327,3 @@ def test_a_metric_of_unknown_direction_has_no_best_and_paths_do_not_differ() -> 
     (result, _) = results_of(table, table, ["own"], {})
     assert result == {"name": "own", "split": "training", "last": 5.0, "best": None, "update": None}
     assert differing_settings([{"run.run_dir": "a", "x": 1}, {"run.run_dir": "b", "x": 1, "y": 2}]) == ["y"]
-
-
-@pytest.mark.parametrize(("words", "message"), [([], "RUN"), (["a"], "two different runs"), (["a", "none"], "none")])
-def test_wrong_words_are_one_line(words: Any, message: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    two_runs(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert main(["compare", *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line

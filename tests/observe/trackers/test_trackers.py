@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any, Dict, List, Optional
@@ -12,7 +11,6 @@ import pytest
 
 from raypod import train
 from raypod.api.fit import plan_of
-from raypod.errors import ConfigError
 from raypod.events import EvaluationDone, PhaseBegun, RunEnded, RunStarted, UpdateDone
 from raypod.observe.trackers import companions, process
 from raypod.observe.trackers.companions import TrackerProcesses
@@ -260,26 +258,6 @@ def test_a_tracker_whose_process_is_killed_is_started_again(fake: Path, make: An
     assert (warnings, steps_of(fake, "training/loss")) == ([], [1, 2])
     assert [line["opened"] for line in lines_of(fake) if "opened" in line] == [None, "first"]
     assert lines_of(fake)[-1]["closed"] == "finished"
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--tracker", "mlflow"], "pip install 'raypod[mlflow]'"),
-        (["--tracker", "tensorboard", "--tracker", "wandb"], "pip install 'raypod[wandb]'"),
-        (["--tracker", "mlfow"], "known are tensorboard, mlflow, wandb, or module:Class"),
-        (["--tracker", "mlflow,mlflow"], "listed twice"),
-        (["--tracker", "no_such_module:Tracker"], "run.trackers = 'no_such_module:Tracker'"),
-        (["--tracker-artifacts", "some"], "run.tracker_artifacts"),
-    ],
-)
-def test_a_wrong_tracker_is_one_line(flags: Any, words: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("mlflow", "wandb") else found(name))
-    assert train.main([*FLAGS, *flags, "--run-dir", str(tmp_path / "run")]) == ConfigError.exit_code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
-    assert not (tmp_path / "run").exists()
 
 
 def test_secrets_of_the_environment_are_not_in_messages() -> None:
