@@ -25,7 +25,7 @@ from tests.support import ROOT
 from tests.support.log_folders import RunFolder
 from tests.support.run_folders import write_run
 
-LIGHT = ["--help", "version --help", "logs --help", "status --help", "verify-data --help"]
+LIGHT = ["--help", "version --help", "logs --help", "status --help", "verify-data --help", "monitor --once"]
 
 
 @pytest.mark.parametrize("name", table.COMMANDS)
@@ -125,6 +125,9 @@ MISTAKES = {
     "logs logged --colour": "unknown flag --colour",
     "logs logged/logs": "not the folder of a run or a launch: it has no plan.json",
     "logs logged/nowhere": "does not exist",
+    'doctor --program "a \'b"': "",
+    "doctor --program=": "",
+    "doctor --program a --timeout 0": "",
     f"lr-range {INLINE} --lr-schedule step": "omit --lr-schedule",
     f"lr-range {INLINE} --resume runs/x": "lr-range begins at the first update: omit --resume",
     f"lr-range {INLINE} run.resume=runs/x": "lr-range begins at the first update: omit --resume",
@@ -151,6 +154,8 @@ MISTAKES = {
     f"train {INLINE} --tracker mlflow,mlflow": "listed twice",
     f"train {INLINE} --tracker no_such_module:Tracker": "run.trackers = 'no_such_module:Tracker'",
     f"train {INLINE} --tracker-artifacts some": "run.tracker_artifacts",
+    f"train {INLINE} --detach-as ray-job": "--fleet inline does not use Ray",
+    f"train {INLINE} --detach-as nohup": "invalid choice",
     "train --fleet inline --run-dir run --batch-sice 3": "",
     f"train --run-dir run --replicas 6 --num-instances 4 --cluster {ROOT}/cluster/pod16.yaml": "",
     "train --fleet inline --run-dir run --dataset digitz": "",

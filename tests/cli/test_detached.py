@@ -443,12 +443,3 @@ def test_why_there_is_no_job_server(address: Optional[str], reason: str, monkeyp
     with pytest.raises(ClusterError) as caught:
         find_job_server(LOCAL)
     assert str(caught.value) == reason
-
-
-def test_a_wrong_way_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--device", "emulated", "--fleet", "inline", "--num-instances", "1", "--run-dir", str(tmp_path / "run")]
-    for way, message in (("ray-job", "--fleet inline does not use Ray"), ("nohup", "invalid choice")):
-        assert train_here.main([*flags, "--detach-as", way]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert message in line
-        assert not (tmp_path / "run").exists()

@@ -517,12 +517,6 @@ def test_trouble_comes_first_and_equal_findings_are_one_row() -> None:
     assert summary == "not ready: 1 ok, 1 warn, 2 trouble"
 
 
-@pytest.mark.parametrize("words", [["--program", "a 'b"], ["--program="], ["--program", "a", "--timeout", "0"]])
-def test_a_wrong_command_is_one_line(words: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *words]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
 PROGRAM = """
 import os, pathlib, subprocess, sys, tempfile, poptorch, torch
 

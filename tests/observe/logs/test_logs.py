@@ -304,6 +304,7 @@ def test_logs_on_other_hosts_are_merged_by_time_and_an_unreachable_host_is_one_l
     assert set(before.split()) == {"192.0.2.11"}
     assert main(["logs", str(pod[0].path), "--instance", "0"]) == 0
     assert (tmp_path / "bin" / "ssh.calls").read_text() == before  # nothing is fetched that is not shown
+    capfd.readouterr()
     pod[0].placed(130, "repaired", ["off", "elsewhere"], [20, 21])
     assert main(["logs", str(pod[0].path), "--events", "none"]) == 0
     found, err = output(capfd)

@@ -168,12 +168,6 @@ def test_the_keys_of_a_terminal() -> None:
     assert parse_keys("q\x1b[A\x1bOB\x1b[6~\t\r\x1b[1;5Cx\x1b") == named
 
 
-def test_it_starts_without_torch_and_ray(processes: None) -> None:
-    code = "import sys, raypod.observe.monitor.command; print({'torch', 'ray', 'numpy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
-
-
 LOG_LINES = [f"line {index} of the log, and so on and on and on and on" for index in range(100)]
 
 
