@@ -368,9 +368,7 @@ def test_a_job_has_the_environment_of_this_process(server: Scripted, tmp_path: P
     assert not server.stopped
 
 
-def test_a_submission_is_repeated_while_the_agent_of_a_cluster_starts(
-    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_submission_is_repeated_while_the_agent_starts(server: Scripted, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(ray_jobs, "_POLL_S", 0.01)
     server.answers = [500, 500, 200]
     with submit(server, tmp_path, "pass") as job:

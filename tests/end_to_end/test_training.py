@@ -39,9 +39,7 @@ def test_the_default_job_trains(session: Any, tmp_path: Path, monkeypatch: pytes
     assert verify_data.verify(run_dir).is_proved
 
 
-def test_a_run_resumes_elsewhere_with_other_instances_of_which_two_are_killed(
-    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_resumes_elsewhere_with_instances_that_are_killed(session: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """The task of the documentation, whose data is loaded by workers."""
     for name, code in modules("tutorials/your-own-task.md").items():
         (tmp_path / name).write_text(code)

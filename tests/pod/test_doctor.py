@@ -155,9 +155,7 @@ def test_a_local_session_without_its_own_folder_is_trouble(
         ("auto", None),
     ],
 )
-def test_a_wrong_ray_address_is_trouble(
-    unreachable: None, monkeypatch: Any, capsys: Any, address: str, text: Any
-) -> None:
+def test_wrong_ray_addresses(unreachable: None, monkeypatch: Any, capsys: Any, address: str, text: Any) -> None:
     monkeypatch.setattr(gcs, "check", lambda *_, **__: gcs.Answer(gcs.SILENT, "refused", b""))
     monkeypatch.setenv("RAY_ADDRESS", address)
     assert findings(capsys, "RAY_ADDRESS") == ([("trouble", "RAY_ADDRESS", text)] if text else [])

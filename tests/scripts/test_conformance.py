@@ -261,9 +261,7 @@ def test_wrong_arguments_are_one_line(arguments: List[str], message: str, capfd:
     assert error.count("\n") == 1
 
 
-def test_a_folder_is_extracted_although_objects_outside_of_it_are_missing(
-    clone: Path, tmp_path: Path, processes: None
-) -> None:
+def test_a_folder_is_extracted_although_other_objects_are_missing(clone: Path, tmp_path: Path, processes: None) -> None:
     name = "HEAD:poptorch_geometric/python/__init__.py"
     blob = subprocess.check_output(["git", "rev-parse", name], cwd=clone, text=True)
     (clone / "objects" / blob[:2] / blob[2:].strip()).unlink()
@@ -369,9 +367,7 @@ def test_the_loss_of_a_peer_ends_the_call_as_the_fault_says(fault: str, monkeypa
             Device(0).attach()
 
 
-def test_the_sum_of_instances_is_in_the_order_of_ranks_and_ends_with_a_dead_peer(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_sums_are_in_the_order_of_ranks_and_end_with_a_dead_peer(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("EMULATED_POD_RENDEZVOUS", "host:1")
     place = tmp_path / "host-1-training-0"
     place.mkdir()

@@ -69,7 +69,7 @@ def repaired(update: int) -> Repaired:
     return Repaired((0, 1), ("a", "b"), "a checkpoint", update, 1.0, 1, 2)
 
 
-def test_device_faults_last_until_the_repair_and_repeated_updates_are_counted(
+def test_device_faults_last_until_a_repair_and_repeated_updates_count(
     make: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     device_fault = tmp_path / "device-fault"

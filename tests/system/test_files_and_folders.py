@@ -82,9 +82,7 @@ class FailingDisk:
 
 @pytest.mark.parametrize("operation", ["write", "fsync"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_an_error_of_the_disk_costs_no_line_and_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, number: int
-) -> None:
+def test_a_disk_error_costs_one_warning(tmp_path: Path, monkeypatch: Any, operation: str, number: int) -> None:
     path, warnings = tmp_path / "lines", []  # type: ignore[var-annotated]
     path.write_bytes(b"before\n")
     file = files.AppendOnlyFile(path, warnings.append)

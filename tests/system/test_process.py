@@ -448,9 +448,8 @@ def handled() -> Iterator[List[str]]:
 
 def test_the_steps_of_a_deadline_follow_its_signal_in_order(handled: List[str]) -> None:
     began_s = time.monotonic()
-    made = SignalDeadline(
-        [signal.SIGUSR1], WITHIN_S, lambda: handled.append("interrupt"), lambda: handled.append("end")
-    )
+    steps = (lambda: handled.append("interrupt"), lambda: handled.append("end"))
+    made = SignalDeadline([signal.SIGUSR1], WITHIN_S, *steps)
     signal.raise_signal(signal.SIGUSR2)  # not of the deadline
     time.sleep(1.5 * WITHIN_S)
     assert handled == ["handled"]

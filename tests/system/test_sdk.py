@@ -275,7 +275,7 @@ def send(listener: socket.socket, environment: Dict[str, str], folder: Path) -> 
     return pid
 
 
-def test_the_command_has_arguments_environment_and_folder_of_its_submitter(
+def test_a_job_has_arguments_environment_and_folder_of_its_sender(
     processes: None, listener: socket.socket, tmp_path: Path
 ) -> None:
     log, output, folder = tmp_path / "log", tmp_path / "output", tmp_path / "working folder"

@@ -176,9 +176,7 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
         RunReader(tmp_path / "missing")
 
 
-def test_a_run_whose_coordinator_died_on_another_host_has_died_also_in_the_dashboard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_coordinator_died_elsewhere_has_died_in_the_dashboard(tmp_path: Path, monkeypatch: Any) -> None:
     folder = tmp_path / "run"
     write_run(folder)
     state = {"pid": 1, "started_ticks": 0, "host": "elsewhere", "state": "running", "update": 9, "total_updates": 99}

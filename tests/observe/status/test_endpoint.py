@@ -276,9 +276,7 @@ def test_every_path_and_method_needs_the_token_first(server: TokenServer, method
         assert request(server, "/status", method, bearer(server))[0] == 405, "it is read-only"
 
 
-def test_a_client_with_the_token_gets_what_the_routes_give_and_the_token_file_is_private(
-    server: TokenServer, tmp_path: Path
-) -> None:
+def test_a_client_with_the_private_token_gets_what_the_routes_give(server: TokenServer, tmp_path: Path) -> None:
     assert request(server, "/status?a=1", headers=bearer(server)) == (200, '{"query": {"a": "1"}, "loss": null}')
     assert request(server, f"/status?token={server.token}") == (200, '{"query": {}, "loss": null}')
     for path in ("/../", "/../../etc/passwd", "/nothing", "/status/"):

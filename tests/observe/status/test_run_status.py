@@ -8,7 +8,7 @@ import os
 import pwd
 import signal
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import pytest
 
@@ -182,9 +182,7 @@ def test_the_metrics_of_programs(status: LaunchStatus, tmp_path: Path) -> None:
     ],
     ids=["done", "failed", "signal"],
 )
-def test_launch_json_holds_the_endpoint_and_then_the_end(
-    error: Optional[BaseException], state: str, code: int, message: str, tmp_path: Path
-) -> None:
+def test_launch_json_holds_endpoint_and_end(error: Any, state: str, code: int, message: str, tmp_path: Path) -> None:
     status = LaunchStatus(place(LOCAL, Sizes(1, 1, 1)), ("true",))
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.suppress(ProgramFailed, Interrupted))

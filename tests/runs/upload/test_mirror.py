@@ -183,9 +183,7 @@ def test_the_process_uploads_what_it_is_told_and_ends_with_its_input(processes: 
     assert not different_files(run, tmp_path / "copy")
 
 
-def test_a_process_that_cannot_upload_ends_and_shows_no_secret(
-    processes: None, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_process_that_cannot_upload_shows_no_secret(processes: None, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("MY_API_TOKEN", SECRET)
     (tmp_path / SECRET).touch()  # no folder
     run = write_run(tmp_path / "run")

@@ -51,9 +51,7 @@ def resume(stored: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> C
     return run
 
 
-def test_commands_read_a_run_on_a_storage_if_it_is_there(
-    stored: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
-) -> None:
+def test_commands_read_a_run_that_is_on_a_storage(stored: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["verify-data", f"file://{stored}"]) == 0
     assert "proved: 4 updates" in capfd.readouterr().out
@@ -72,9 +70,7 @@ def test_commands_read_a_run_on_a_storage_if_it_is_there(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "deleted", "no manifest"])
-def test_a_damaged_checkpoint_on_the_storage_is_passed_over(
-    stored: Path, resume: Callable[..., str], tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_stored_checkpoint_is_passed_over(stored: Path, resume: Any, tmp_path: Path, damage: str) -> None:
     newest = stored / "checkpoints" / NEWEST
     weights = newest / "weights.safetensors"
     if damage == "truncated":

@@ -132,9 +132,7 @@ def test_a_damaged_checkpoint_blocks_nothing(run: Path, url: str, remote: Path, 
 
 
 @pytest.mark.parametrize("is_passing", [False, True])
-def test_an_unreadable_file_is_named_and_blocks_nothing(
-    run: Path, url: str, remote: Path, monkeypatch: pytest.MonkeyPatch, is_passing: bool
-) -> None:
+def test_unreadable_files_block_nothing(run: Path, url: str, remote: Path, monkeypatch: Any, is_passing: bool) -> None:
     content, is_bad = mirrored_files.Snapshot.content, True
 
     def read(self: mirrored_files.Snapshot) -> Any:
@@ -155,9 +153,7 @@ def test_an_unreadable_file_is_named_and_blocks_nothing(
     assert summary_of(remote / "a run")["storage"]["not_mirrored"] == list(found.pending)
 
 
-def test_an_evaluation_replaces_the_manifest_and_other_weights_the_checkpoint(
-    run: Path, url: str, tmp_path: Path
-) -> None:
+def test_an_evaluation_replaces_the_manifest_and_weights_the_checkpoint(run: Path, url: str, tmp_path: Path) -> None:
     name = save(run, 1)
     checkpoints = MirroredCheckpoints(run, Store(f"{url}/a run"), Retention(3, ACCURACY))
     checkpoints.sync()
@@ -350,9 +346,7 @@ class FailsAt:
 
 
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "an error"])
-def test_a_failure_leaves_whole_checkpoints_and_files(
-    run: Path, url: str, remote: Path, tmp_path: Path, is_killed: bool
-) -> None:
+def test_a_failure_leaves_whole_files(run: Path, url: str, remote: Path, tmp_path: Path, is_killed: bool) -> None:
     save(run, 1)
     sync(run, url)
     older = remote.rename(tmp_path / "older")
