@@ -1,7 +1,7 @@
 """Write the pages of docs/reference that are made from the tables of the code: flags, commands, metrics and operators.
 
 `python scripts/reference_pages.py` writes them; they are committed, so that links to them work in the repository, too.
-tests/repository/test_reference_pages.py fails if they differ from the code.
+tests/repository/test_documented_blocks.py fails if they differ from the code.
 """
 
 from __future__ import annotations

@@ -195,10 +195,8 @@ def small_disk() -> Iterator[Callable[..., Path]]:
     def mount(folder: Path, kib: int) -> Path:
         folder.mkdir(parents=True)
         command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
-        if (
-            not shutil.which("mount")
-            or subprocess.run(command, capture_output=True, check=False, timeout=10).returncode
-        ):
+        is_there = shutil.which("mount") is not None
+        if not is_there or subprocess.run(command, capture_output=True, check=False, timeout=10).returncode:
             pytest.skip("mounting a file system is not permitted here")
         mounted.append(folder)
         return folder

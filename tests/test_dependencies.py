@@ -39,10 +39,8 @@ def requirements() -> Dict[str, List[Requirement]]:
     project = text[text.index("\ndependencies = [") : text.index("\n[project.scripts]")]
     uncommented = re.sub(r'("[^"]*")|\s*#.*', r"\1", project)
     lists = re.findall(r"^([\w-]+) = \[(.*?)\]$", uncommented, re.MULTILINE | re.DOTALL)
-    return {
-        "" if name == "dependencies" else name: [Requirement(each) for each in re.findall(r'"([^"]+)"', content)]
-        for name, content in lists
-    }
+    quoted = {name: re.findall(r'"([^"]+)"', content) for name, content in lists}
+    return {name if name != "dependencies" else "": list(map(Requirement, each)) for name, each in quoted.items()}
 
 
 def names(extras: Iterator[str]) -> Set[str]:
@@ -56,7 +54,6 @@ def of_users() -> Iterator[str]:
 
 @functools.lru_cache(maxsize=None)
 def imported() -> Dict[str, str]:
-    """Return the top-level modules that raypod imports, also by name or in a function, with one file of each."""
     found = {}
     for path in sorted((ROOT / "raypod").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -92,13 +89,9 @@ def _standard_library() -> Set[str]:
     return set(names)
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_exactly_what_is_imported_is_declared() -> None:
     found = packages(imported())
-    missing = {name: file for name, file in found.items() if name not in names(of_users()) | OPTIONAL}
-    assert missing == {}
-
-
-def test_what_is_declared_is_imported() -> None:
+    assert {name: file for name, file in found.items() if name not in names(of_users()) | OPTIONAL} == {}
     found = packages(imported())
     assert names(of_users()) - found.keys() - NOT_IMPORTED == set()
     assert not NOT_IMPORTED & found.keys()
@@ -117,20 +110,8 @@ def test_an_import_at_the_top_of_a_module_is_no_extra() -> None:
 def test_the_extras() -> None:
     found = list(requirements())
     assert len(found) - 1 <= 14
-    assert {
-        "pod",
-        "s3",
-        "gs",
-        "sftp",
-        "tensorboard",
-        "mlflow",
-        "wandb",
-        "jpeg",
-        "tokenizers",
-        "hf",
-        "tune",
-        "onnx",
-    } == {*filter(None, of_users())}
+    named = "pod s3 gs sftp tensorboard mlflow wandb jpeg tokenizers hf tune onnx"
+    assert {*named.split()} == {*filter(None, of_users())}
     for extra in re.findall(r"raypod\[([\w,-]+)\]", _all_texts()):
         assert set(extra.split(",")) <= {*found, "NAME"}, extra
 
@@ -138,9 +119,8 @@ def test_the_extras() -> None:
 def _all_texts() -> str:
     """Return the texts in which users read names of extras."""
     folders = ("raypod", "docs", "scripts", "tests", "cluster", "configs")
-    files = [
-        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".yaml")
-    ]
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*"))
+    files = [path for path in paths if path.suffix in (".py", ".md", ".yaml")]
     files += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml")]
     return "\n".join(path.read_text() for path in files if path.name != Path(__file__).name)
 
@@ -177,7 +157,7 @@ def test_every_dependency_is_pinned(python: str) -> None:
             assert allowed.contains(versions[0], prereleases=True), f"{each}: constraints.txt has {versions[0]}"
 
 
-def test_the_versions_that_are_decided() -> None:
+def test_the_versions_that_are_decided_and_equal_ones_in_one_line() -> None:
     lock = _lock()
     assert lock.PYTHONS == PYTHONS
     lines = (ROOT / "constraints.txt").read_text().splitlines()
@@ -186,6 +166,10 @@ def test_the_versions_that_are_decided() -> None:
             assert f"{pin}{lock.marker(list(pythons))}" in lines
     assert not [line for line in lines if re.match(r"(nvidia|cuda|triton)\b", line)]
     assert not [line for line in lines if "/" in line.partition("#")[0]]
+    found = {python: {"same": "1", "some": "2"} for python in PYTHONS}
+    found["3.8"] = {"same": "1", "old": "3"}
+    lines = ['old==3 ; python_version < "3.9"', "same==1", 'some==2 ; python_version >= "3.9"']
+    assert _lock().merged(found) == lines
 
 
 @pytest.mark.parametrize(
@@ -202,13 +186,6 @@ def test_the_versions_that_are_decided() -> None:
 )
 def test_markers_of_pythons(pythons: List[str], expected: str) -> None:
     assert _lock().marker(list(pythons)) == expected
-
-
-def test_equal_versions_are_one_line() -> None:
-    found = {python: {"same": "1", "some": "2"} for python in PYTHONS}
-    found["3.8"] = {"same": "1", "old": "3"}
-    lines = ['old==3 ; python_version < "3.9"', "same==1", 'some==2 ; python_version >= "3.9"']
-    assert _lock().merged(found) == lines
 
 
 def _lock() -> Any:

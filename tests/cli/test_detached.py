@@ -1,7 +1,8 @@
-"""Background runs, and runs whose coordinator died."""
+"""Runs in the background as processes and as Ray jobs, and runs whose coordinator died."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,9 +10,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Iterator, List
+from typing import Any, Dict, Iterator, List, Optional
 
 import psutil
 import pytest
@@ -19,12 +22,16 @@ import pytest
 from raypod import train as train_here
 from raypod.__main__ import main
 from raypod.cli import detached as commands
-from raypod.errors import ConfigError, RunError
+from raypod.cli.detached import RayJob
+from raypod.errors import ClusterError, ConfigError, RunError
 from raypod.events import UpdateDone
+from raypod.plan.cluster import LOCAL
 from raypod.runs import lease, run_state
 from raypod.runs.metrics import line_of
 from raypod.runs.run_state import RunState
-from raypod.system import process
+from raypod.runtime.workers import ray_jobs
+from raypod.runtime.workers.ray_jobs import JobServer, find_job_server
+from raypod.system import job_driver, process
 from tests.support.bounded import COMMAND_S, wait_until
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--lr-schedule", "constant", "--checkpoint-every", "4 updates"]
@@ -79,9 +86,7 @@ def test_status_attach_and_stop_of_a_detached_run(detached: Path, capsys: pytest
     assert "nothing to stop" in capsys.readouterr().out
 
 
-def test_the_same_command_resumes_a_run_whose_coordinator_died(
-    detached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_command_resumes_a_run_whose_coordinator_died(detached: Path, tmp_path: Path, capsys: Any) -> None:
     assert wait_until(lambda: (detached / "checkpoints" / "LATEST").is_file(), 60)
     state = state_of(detached)
     os.kill(state.pid, signal.SIGKILL)
@@ -130,9 +135,7 @@ def test_a_run_interrupted_before_its_first_checkpoint_starts_again(tmp_path: Pa
 STATE = RunState(os.getpid(), process.process_start_ticks(os.getpid()) or 0, "here", "running", 3, 10)
 
 
-def test_a_reused_pid_is_not_the_run_and_one_on_another_host_cannot_be_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reused_pid_is_not_the_run_and_one_elsewhere_cannot_be_stopped(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(run_state.socket, "gethostname", lambda: "here")
     assert STATE.is_alive
     assert not dataclasses.replace(STATE, started_ticks=STATE.started_ticks - 1).is_alive
@@ -144,9 +147,7 @@ def test_a_reused_pid_is_not_the_run_and_one_on_another_host_cannot_be_stopped(
 
 
 @pytest.mark.parametrize("case", ["no lease", "another lease", "another machine", "log not open", "log is a link"])
-def test_stop_signals_no_process_that_does_not_hold_the_folder(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_signals_no_process_that_does_not_hold_the_folder(case: str, tmp_path: Path, monkeypatch: Any) -> None:
     signalled: List[int] = []
     monkeypatch.setattr(commands.os, "kill", lambda pid, number: signalled.append(pid))
     monkeypatch.setattr(commands, "_OPEN_WITHIN_S", 0.0)
@@ -174,7 +175,7 @@ def test_stop_signals_no_process_that_does_not_hold_the_folder(
 
 @pytest.mark.parametrize("skew_s", [600.0, -600.0, 0.0])
 @pytest.mark.parametrize("is_alive", [True, False])
-def test_the_status_on_a_host_with_another_clock_observes_the_lease(
+def test_the_status_with_another_clock_observes_the_lease(
     skew_s: float, is_alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now_s, file = [1000.0], tmp_path / "lease-1.json"
@@ -197,9 +198,7 @@ def test_the_status_on_a_host_with_another_clock_observes_the_lease(
     assert not is_alive or re.search(r"updated  \d s ago", out)
 
 
-def test_stop_names_a_process_that_is_stopped_instead_of_waiting_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_names_a_process_that_is_stopped_instead_of_waiting_for_it(tmp_path: Path, monkeypatch: Any) -> None:
     signalled: List[int] = []
     stopped = iter([True, False, *(True for _ in range(1000))])  # first for a moment, as by a debugger
     monkeypatch.setattr(commands, "_signal", lambda run_dir, state, number: signalled.append(number))
@@ -214,7 +213,7 @@ def test_stop_names_a_process_that_is_stopped_instead_of_waiting_for_it(
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_the_status_of_a_stopped_coordinator_says_so_and_has_the_newest_update_on_disk(
+def test_the_status_of_a_stopped_coordinator_has_the_newest_update_on_disk(
     stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_state.socket, "gethostname", lambda: "here")
@@ -227,10 +226,8 @@ def test_the_status_of_a_stopped_coordinator_says_so_and_has_the_newest_update_o
     assert main(["status", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     if stopped:
-        message = (
-            f"state  running, but its process is stopped (SIGSTOP, SIGTSTP or a debugger); kill -CONT {os.getpid()}"
-        )
-        assert message in out
+        message = "state  running, but its process is stopped (SIGSTOP, SIGTSTP or a debugger); kill -CONT "
+        assert f"{message}{os.getpid()}" in out
         assert " update  32 of 40\n        loss  0.500, 10 samples/s\n" in out
     else:  # the state of a process that runs is the newest one: a repair can have gone back
         assert " state  running\n" in out
@@ -264,9 +261,7 @@ def test_a_file_is_no_run_folder(verb: str, tmp_path: Path, capsys: pytest.Captu
     assert f"this is a file; name the run folder: raypod {verb} {tmp_path}\n" in capsys.readouterr().err
 
 
-def test_a_run_in_the_source_folder_is_suggested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_the_source_folder_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     run = tmp_path / "raypod" / "source" / "runs" / "one"
     run.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -275,3 +270,174 @@ def test_a_run_in_the_source_folder_is_suggested(
     assert capsys.readouterr().err.endswith(f" in {tmp_path}; did you mean {run}?\n")
     assert main(["status", "runs/two"]) == 2
     assert "did you mean" not in capsys.readouterr().err
+
+
+CLUSTER = "127.0.0.1:6379"
+
+
+@dataclasses.dataclass
+class Scripted:
+    """A job server, and what it was asked for."""
+
+    url: str = ""
+    cluster: str = CLUSTER  # of which it is
+    answers: List[int] = dataclasses.field(default_factory=lambda: [200])  # to submissions; the last one repeats
+    starts: bool = True
+    submitted: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
+    stopped: List[str] = dataclasses.field(default_factory=list)
+    process: Optional[subprocess.Popen[bytes]] = None
+
+    def job(self) -> Dict[str, Any]:
+        code = self.process.poll() if self.process is not None else None
+        if self.process is None and not self.starts:
+            return {"status": "FAILED", "message": "the runtime environment\n cannot be created"}
+        status = "RUNNING" if code is None else "FAILED" if code else "SUCCEEDED"
+        return {"status": status, "driver_exit_code": code}
+
+    def next_answer(self) -> int:
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+    def submit(self, job: Dict[str, Any]) -> None:
+        self.submitted.append(job)
+        if self.starts:
+            config = json.dumps({"metadata": {"job_submission_id": job["submission_id"]}})
+            variables = {**os.environ, "RAY_ADDRESS": self.cluster, job_driver.JOB_CONFIG: config}
+            self.process = subprocess.Popen(job["entrypoint"], shell=True, env=variables, stdout=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def server(processes: None) -> Iterator[Scripted]:
+    scripted = Scripted()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply({"ray_version": "2.60.0"} if self.path == "/api/version" else scripted.job())
+
+        def do_POST(self) -> None:
+            content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if self.path.endswith("/stop"):
+                scripted.stopped.append(self.path.split("/")[-2])
+            elif scripted.answers == [200]:
+                scripted.submit(json.loads(content))
+            code = 200 if self.path.endswith("/stop") else scripted.next_answer()
+            self.reply({"text": "No available agent to submit job"}, code)
+
+        def reply(self, content: Dict[str, Any], code: int = 200) -> None:
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, *arguments: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        scripted.url = f"http://127.0.0.1:{http.server_port}"
+        try:
+            yield scripted
+        finally:
+            http.shutdown()
+            thread.join()
+            if scripted.process is not None:
+                scripted.process.kill()
+                scripted.process.wait()
+
+
+def submit(server: Scripted, folder: Path, script: str) -> RayJob:
+    client = JobServer(server.url, CLUSTER)
+    return RayJob(client, "my run", [sys.executable, "-c", script, "an argument"], folder / "log")
+
+
+def test_a_job_has_the_environment_of_this_process(server: Scripted, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("A_SECRET", "12345")
+    monkeypatch.chdir(tmp_path)
+    script = "import os, sys; print(os.environ['A_SECRET'], os.getcwd(), sys.argv[1]); sys.exit(5)"
+    with submit(server, tmp_path, script) as job:
+        assert server.process is not None
+        assert job.pid == server.process.pid
+        assert job.poll() is None
+        job.begin()
+    assert wait_until(lambda: job.poll() is not None)
+    assert job.poll() == 5
+    log = tmp_path / "log"
+    assert wait_until(lambda: log.is_file() and log.read_text() == f"12345 {tmp_path} an argument\n")
+    (submitted,) = server.submitted
+    assert "12345" not in json.dumps(submitted)
+    assert submitted["submission_id"].startswith("raypod-my-run-")
+    assert submitted["runtime_env"] == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "900"}}
+    assert not server.stopped
+
+
+def test_a_submission_is_repeated_while_the_agent_starts(server: Scripted, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ray_jobs, "_POLL_S", 0.01)
+    server.answers = [500, 500, 200]
+    with submit(server, tmp_path, "pass") as job:
+        job.begin()
+    assert wait_until(lambda: job.poll() == 0)
+    server.answers = [500]
+    monkeypatch.setattr(ray_jobs, "_READY_WITHIN_S", 0.1)
+    with pytest.raises(RunError, match="answered 500: .*No available agent"):
+        submit(server, tmp_path, "pass")
+
+
+def test_a_job_that_is_not_begun_ends(server: Scripted, tmp_path: Path) -> None:
+    with submit(server, tmp_path, "print('must not run')") as job:
+        pass
+    assert server.process is not None
+    assert server.process.wait(COMMAND_S) == 2
+    assert server.stopped == [job.submission_id]
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answers": [400]}, "the job server at http://127.0.0.1:[0-9]+ answered 400"),
+        ({"starts": False}, "has ended at its start: the runtime environment cannot be created"),
+        ({"cluster": "127.0.0.1:6380"}, "is the job server of another Ray cluster, 127.0.0.1:6380"),
+        ({"submit": lambda job: None}, "Ray has not started job raypod-my-run-[0-9a-f]+ within 0.1 s"),
+    ],
+)
+def test_a_job_that_cannot_start(server: Any, change: Any, message: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ray_jobs, "_READY_WITHIN_S", 1.0)
+    if "submit" in change:
+        monkeypatch.setattr(commands, "_START_WITHIN_S", 0.1)
+    for name, value in change.items():
+        setattr(server, name, value)
+    with pytest.raises(RunError, match=message) as caught:
+        submit(server, tmp_path, "print('must not run')")
+    assert "\n" not in str(caught.value)
+    assert len(server.stopped) == 1
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_run_whose_job_cannot_start_is_a_process(server: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    server.starts = False
+    monkeypatch.setattr(commands, "_job_server", lambda plan, way: (JobServer(server.url, CLUSTER), ""))
+    flags = ["--device", "emulated", "--fleet", "inline", "--num-instances", "1", "--model", "tiny", "--updates", "2"]
+    run = tmp_path / "run"
+    assert train_here.main([*flags, "--run-dir", str(run), "--detach-as", "ray-job"]) == 2
+    assert "--detach-as ray-job: Ray job raypod-run-" in capsys.readouterr().err
+    assert not run.exists()
+    assert train_here.main([*flags, "--run-dir", str(run), "--detach"]) == 0
+    assert "Not a Ray job: Ray job raypod-run-" in capsys.readouterr().out
+    assert commands.attach(run) == 0
+    state = run_state.read(run)
+    assert state.submission_id is None
+    with contextlib.suppress(ChildProcessError):  # a later Popen may have collected it
+        os.waitpid(state.pid, 0)  # it is a child of the command, which is this process
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        (None, "no Ray cluster runs on this host"),
+        ("192.0.2.99:6379", "the head of the Ray cluster is another host, 192.0.2.99"),
+    ],
+)
+def test_why_there_is_no_job_server(address: Optional[str], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_jobs, "running_cluster", lambda configured: address)
+    monkeypatch.setattr(ray_jobs.ray_admission, "join_environment", lambda address: {"RAY_AUTH_MODE": "disabled"})
+    with pytest.raises(ClusterError) as caught:
+        find_job_server(LOCAL)
+    assert str(caught.value) == reason

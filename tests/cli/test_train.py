@@ -1,18 +1,24 @@
-"""The command `raypod train` with the inline fleet: its files, signals, errors and resumes."""
+"""The commands `raypod train` with the inline fleet, `raypod lr-range` and `raypod compile`."""
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
+import poptorch
 import pytest
 import torch
 
 from raypod import train
 from raypod.__main__ import main
+from raypod.cli.lr_range import curve, factor, suggested
+from raypod.cli.table import COMMANDS
 from raypod.errors import WeightsDiffer
 from raypod.events import EvaluationDone, Event, RunEnded, UpdateDone
 from raypod.plan.plan import Plan
@@ -20,8 +26,8 @@ from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.run_state import StateFile
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.inline import InlineFleet
+from raypod.system import sdk
 from raypod.training.checkpoint import resume, writer
-from tests.support import ROOT
 
 INLINE = {"run": {"fleet": "inline", "device": "emulated"}}
 
@@ -37,9 +43,7 @@ def summary_of(folder: Path) -> Dict[str, Any]:
     return found
 
 
-def test_evaluations_during_the_run_do_not_change_the_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluations_during_the_run_do_not_change_the_weights(tmp_path: Path, capsys: Any) -> None:
     flags = ("--epochs", "3", "--batch-size", "64", "--model", "tiny")
     code, folder = command(tmp_path / "evaluated", *flags, "--evaluate-every", "1")
     assert code == 0
@@ -70,9 +74,7 @@ def test_the_files_of_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Test accuracy: " in out
 
 
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_and_names_lost_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_resumes_before_a_damaged_checkpoint_and_names_lost_lines(tmp_path: Path, capsys: Any) -> None:
     flat = ("--lr-schedule", "constant", "--checkpoint-every", "10 updates", "--model", "tiny")
     _, folder = command(tmp_path, *flat, "--updates", "24")
     weights = folder / "checkpoints" / "update-00000024" / "weights.safetensors"
@@ -91,9 +93,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_and_names_lost_l
     assert summary_of(whole)["weights_sha256"] == summary_of(folder)["weights_sha256"]
 
 
-def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(tmp_path: Path, capsys: Any) -> None:
     flags = ("--lr-schedule", "constant", "--model", "tiny", "--checkpoint-every", "2 updates", "--updates", "6")
     _, folder = command(tmp_path, *flags)
     state = json.loads((folder / "state.json").read_text())
@@ -106,7 +106,7 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_an_inline_run_with_a_checkpoint_and_exit_code_130(
+def test_a_signal_ends_an_inline_run_with_a_checkpoint(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     handle = StateFile.on_event
@@ -142,9 +142,7 @@ def test_a_run_on_synthetic_data_of_the_device_has_no_losses_and_does_not_stop(t
     assert [line["loss"] for line in lines] == [None, None]
 
 
-def test_a_data_set_without_a_test_split_is_not_evaluated(
-    make: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_without_a_test_split_is_not_evaluated(make: Any, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "only_training.py").write_text(
         "import torch\n\n\ndef make(folder):\n"
         "    return [(torch.full((1, 8, 8), float(i)), i % 2) for i in range(8)], [], 2\n"
@@ -155,29 +153,6 @@ def test_a_data_set_without_a_test_split_is_not_evaluated(
     events = list(coordinator.run(plan, InlineFleet(plan), MetricsAggregator(plan, 0.0)))
     assert isinstance(events[-1], RunEnded)
     assert not any(isinstance(event, EvaluationDone) for event in events)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--batch-sice", "3"],
-        ["--replicas", "6", "--num-instances", "4", "--cluster", str(ROOT / "cluster" / "pod16.yaml")],
-        ["--dataset", "digitz"],
-        ["--model", "resnet9"],
-        ["--batch-size", "5000"],
-        ["--device", "ipu"],
-        ["--collectives", "horovod"],
-        ["--resume", "/nowhere"],
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(
-    flags: List[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fleet = [] if "--num-instances" in flags else ["--fleet", "inline"]
-    assert train.main([*fleet, "--run-dir", str(tmp_path / "run"), *flags]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("raypod: error: ")
-    assert not (tmp_path / "run").exists()
 
 
 def test_verify_data_over_two_generations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,9 +190,7 @@ def verify_two_generations(tmp_path: Path, capsys: pytest.CaptureFixture[str], *
         assert "metrics.jsonl reaches update 8" in out
 
 
-def test_a_model_that_an_ipu_rejects_ends_a_strict_run_with_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_an_ipu_rejects_ends_a_strict_run_with_one_line(tmp_path: Path, capsys: Any) -> None:
     code, folder = command(tmp_path, "--strict", "--model", "tests.api.test_planning:reads_a_value")
     assert code == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -227,9 +200,7 @@ def test_a_model_that_an_ipu_rejects_ends_a_strict_run_with_one_line(
     assert "Traceback" in log_file.read_text()
 
 
-def test_a_run_that_fails_says_how_it_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_says_how_it_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     (tmp_path / "unsteady_data.py").write_text(
         "import torch\n\nreads = []\n\nclass Samples(list):\n"
         "    def __getitem__(self, index):\n"
@@ -246,21 +217,17 @@ def test_a_run_that_fails_says_how_it_continues(
     found = capsys.readouterr()
     assert (code, "ValueError: no such sample" in found.err) == (1, True)
     newest = resume.newest_valid(folder / "checkpoints")[0]
-    assert newest is not None
     assert f"update {newest.update} is saved in {newest.path.name}: continue with --resume {folder}" in found.out
     assert command(tmp_path, *flags, "--resume", str(folder))[0] == 0
 
 
 def test_verify_data_detects_another_sample_order(tmp_path: Path) -> None:
     _, folder = command(tmp_path, "--updates", "2", "--model", "tiny")
-    config = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(config.replace("seed: 42", "seed: 43"))
+    (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace("seed: 42", "seed: 43"))
     assert main(["verify-data", str(folder)]) == 1
 
 
-def test_a_nonfinite_loss_ends_the_run_and_keeps_the_checkpoints_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_nonfinite_loss_ends_the_run_and_keeps_the_checkpoints_before(tmp_path: Path, capsys: Any) -> None:
     flags = ["--learning-rate", "1e30", "--lr-schedule", "constant", "--warmup-updates", "0", "--model", "tiny"]
     flags += ["--checkpoint-every", "1 updates", "--precision", "32.32", "--updates", "40"]
     code, folder = command(tmp_path, *flags)
@@ -274,3 +241,72 @@ def test_a_nonfinite_loss_ends_the_run_and_keeps_the_checkpoints_before(
     code, _ = command(tmp_path / "on", *flags, "--on-nonfinite", "continue")
     assert code == 0
     assert capsys.readouterr().out.count("warning: the loss became") == 1
+
+
+RANGE = ["--fleet", "inline", "--device", "emulated", "--model", "tiny"]
+
+
+def test_a_tenth_of_the_best_rate_is_suggested_if_the_loss_falls() -> None:
+    rates = [10 * factor(update, 61) for update in range(61)]
+    assert (rates[0], rates[30], rates[-1]) == pytest.approx((1e-5, 1e-2, 10.0))
+    losses = [2.3 - 2 / (1 + math.exp(-4 * (math.log10(rate) + 2))) + (rate if rate > 1 else 0) for rate in rates]
+    found = suggested(curve(list(zip(rates, losses))))
+    assert found is not None
+    lowest = rates[losses.index(min(losses))]
+    assert lowest / 10 <= found <= lowest / 3  # smoothing delays it
+    assert suggested(curve([(10.0**-update, 1.0) for update in range(20)])) is None
+    assert suggested(curve([(0.1, math.nan), (None, 1.0), (0.2, 1.0)])) is None
+
+
+def test_the_command_writes_the_curve_and_prints_a_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["lr-range", *RANGE, "--updates", "60", "--batch-size", "32", "--run-dir", str(tmp_path / "run")]
+    assert main(words) == 0
+    *_, result, place = capsys.readouterr().out.splitlines()
+    assert place == f"Curve: {tmp_path / 'run' / 'lr-range.csv'}"
+    rows = list(csv.DictReader((tmp_path / "run" / "lr-range.csv").read_text().splitlines()))
+    assert float(rows[0]["learning_rate"]) == pytest.approx(1e-5)
+    assert float(rows[1]["learning_rate"]) == pytest.approx(1e-5 * 1e6 ** (1 / 59))
+    assert 1e-3 < float(result.rpartition("--learning-rate ")[2]) < 1
+
+
+COMPILE = ["--dataset", "synthetic", "--model", "tiny", "--samples", "64", "--batch-size", "2"]
+
+
+def test_training_and_evaluation_are_compiled_without_a_device(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    types: List[Any] = []
+
+    def offline(options: Any, ipu_version: int = 2) -> Any:
+        types.append((ipu_version, options.replication_factor))
+        return options.connectionType(poptorch.ConnectionType.Never)
+
+    monkeypatch.setattr(poptorch.Options, "useOfflineIpuTarget", offline)
+    assert COMMANDS["compile"].run([*COMPILE, "--device", "emulated", "--replicas", "4", "--num-instances", "2"]) == 0
+    assert types == [(2, 2)] * 2
+    text = capsys.readouterr().out
+    assert "training compiled in " in text
+    assert "evaluation compiled in " in text
+    assert "IPU 0  [" in text
+    assert text.rstrip().endswith("Executables are kept nowhere: the emulated SDK compiles at each start, in seconds")
+
+
+def test_with_the_sdk_another_process_prints_the_estimate(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    started: List[List[str]] = []
+    paths: List[Any] = []
+    installed = sdk.Sdk("ipu", "the SDK")
+    monkeypatch.setattr(sdk, "sdk_for_programs", lambda device: (installed, ()))
+    monkeypatch.setattr(sdk, "select_offline", lambda: installed)
+    codes = [0, 2]
+
+    def start(words: List[str], check: bool, timeout: float) -> Any:
+        started.append(words)
+        return subprocess.CompletedProcess(words, codes.pop(0))
+
+    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(poptorch.Options, "enableExecutableCaching", lambda options, path: paths.append(path))
+    cache = str(tmp_path / "cache")
+    assert COMMANDS["compile"].run([*COMPILE, "--executable-cache-path", cache]) == 0
+    assert [words[1:5] for words in started] == [["-m", "raypod", "plan", "--memory"]]
+    assert set(paths) == {cache}
+    assert capsys.readouterr().out.rstrip().endswith(f"Executables are kept in {cache}")
+    assert COMMANDS["compile"].run([*COMPILE, "--executable-cache-path", cache]) == 2  # as the plan, which says why
+    assert "compiled in " not in capsys.readouterr().out

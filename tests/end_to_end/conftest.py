@@ -41,5 +41,4 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> Outcome:
-    """The outcome of 4 replicas in one instance, in this process."""
     return run_inline(folder, "undisturbed")

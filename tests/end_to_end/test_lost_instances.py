@@ -18,10 +18,7 @@ from tests.support.faulty_runs import Outcome, assert_undisturbed, pid_of, run, 
 from tests.support.fragile_runs import EPOCH, fail, plan_of, run_inline
 
 # Ray's own code leaves sockets and files to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
 
 
 def test_killed_instances(session: Any, folder: Path, undisturbed: Outcome) -> None:
@@ -47,12 +44,8 @@ def test_killed_instances(session: Any, folder: Path, undisturbed: Outcome) -> N
         weights.write_bytes(bytes(content))
         send(signal.SIGKILL, 0, 1)(plan)
 
-    faults = [
-        (11, kill_the_writer),
-        (EPOCH, send(signal.SIGKILL, 1)),
-        (EPOCH + 16, damage_a_checkpoint_and_kill_all),
-    ]
-    outcome = run(plan, faults)
+    last = (EPOCH + 16, damage_a_checkpoint_and_kill_all)
+    outcome = run(plan, [(11, kill_the_writer), (EPOCH, send(signal.SIGKILL, 1)), last])
     assert_undisturbed(plan, outcome, undisturbed)
     assert outcome.lost[:2] == [(0, "died"), (1, "died")]
     assert sorted(outcome.lost[2:]) == [(0, "died"), (1, "died")]

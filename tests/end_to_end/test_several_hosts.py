@@ -28,8 +28,7 @@ from tests.support.ray_cluster import SECOND_HOST, SIZES, THIRD_HOST, RayCluster
 # Ray's own code leaves sockets and files to the garbage collector.
 pytestmark = [
     pytest.mark.usefixtures("processes"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
 ]
 # Ray 2.10 is often too slow to start work on a spare host before that is given up: the head takes the instance then.
 HAS_OLD_RAY = tuple(int(part) for part in version("ray").split(".")[:2]) < (2, 50)
@@ -81,13 +80,10 @@ def pod(head: Pod) -> Iterator[Pod]:
 
 
 def on_this_host(folder: Path, **sections: Any) -> Outcome:
-    """Run in one process, without faults."""
     return run(plan_for(folder / "inline", LOCAL, run={"fleet": "inline"}, pod={"num_instances": 1}, **sections))
 
 
-def test_a_program_of_poprun_is_launched(
-    pod: Pod, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_of_poprun_is_launched(pod: Pod, tmp_path: Path, capfdbinary: Any, monkeypatch: Any) -> None:
     pod.have()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -102,9 +98,7 @@ def test_a_program_of_poprun_is_launched(
     assert "[1,0]<stderr>:" in err
 
 
-def test_the_instance_of_a_lost_host_moves_to_a_spare_host(
-    pod: Pod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_instance_of_a_lost_host_moves_to_a_spare_host(pod: Pod, tmp_path: Path, monkeypatch: Any) -> None:
     """A language model, whose dropout continues."""
     monkeypatch.setattr(ray_replace, "_ACTOR_START_S", 20.0)  # three hosts share this machine
     sections = {
@@ -140,8 +134,7 @@ def test_a_run_shrinks_when_a_host_is_lost_and_grows_when_it_returns(pod: Pod, t
     assert shrunk.update >= 13, "a survivor had the state"
     assert (shrunk.hosts, grown.hosts) == ((pod.head,), (pod.head, SECOND_HOST))
     assert SECOND_HOST in shrunk.cause
-    assert grown.update % 10 == 0
-    assert grown.cause == "hosts have returned"
+    assert (grown.update % 10, grown.cause) == (0, "hosts have returned")
     assert (outcome.updates, outcome.ended.interrupted) == (list(range(1, 61)), False)
     resizes = [(each["update"], each["replicas"]) for each in outcome.ended.resizes]
     assert resizes == [(shrunk.update, 2), (grown.update, 4)]
@@ -163,6 +156,5 @@ def test_instances_leave_a_drained_host_and_without_another_one_the_run_ends(pod
     assert (ended.interrupted, ended.cause) == (True, f"Ray drains host {pod.head}")
     assert outcome.updates == list(range(1, ended.updates + 1))
     newest, damaged = resume.newest_valid(Path(plan.run_dir) / "checkpoints")
-    assert newest is not None
     assert (newest.update, damaged) == (ended.updates, [])
     assert on_this_host(tmp_path, training={**training, "updates": ended.updates}).sha256 == ended.weights_sha256

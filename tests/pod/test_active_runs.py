@@ -1,4 +1,4 @@
-"""What uses a Ray cluster is named before a restart, and stopped only on request: on the hosts, and by `raypod up`."""
+"""What uses a Ray cluster before a restart, what `raypod down` ends, and heads that are joined while they run."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, List
+from types import SimpleNamespace
+from typing import Any, Dict, List, Optional, Tuple
 
 import pytest
+import yaml
 
 from raypod.errors import ClusterError
 from raypod.observe.status import endpoint
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Host, Ssh, cluster_from
-from raypod.pod import active_runs, stop_runs, up
+from raypod.pod import active_runs, join_head, stop_cluster, stop_runs, up
 from raypod.runtime import ssh
 from raypod.system.process import process_start_ticks
 from tests.support import ROOT
@@ -31,7 +34,7 @@ OTHER = {"address": "10.0.0.99", "pid": 6, "entrypoint": "python mine.py -x TOKE
 
 
 @pytest.mark.usefixtures("processes")
-def test_the_start_command_of_the_head_refuses_while_programs_use_the_cluster(
+def test_the_start_command_refuses_while_programs_use_the_cluster(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client = tmp_path / "gcs.py"
@@ -67,9 +70,7 @@ def test_the_start_command_of_the_head_refuses_while_programs_use_the_cluster(
         server.communicate(b"\n")
 
 
-def test_the_run_folder_of_a_driver_is_known_from_its_entry_for_the_monitor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_run_folder_of_a_driver_is_known_from_its_entry_for_the_monitor(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.delenv(endpoint.VARIABLE, raising=False)
     monkeypatch.setattr(endpoint, "_PARENT", tmp_path)
     monkeypatch.setattr(active_runs, "_ENTRIES", tmp_path)
@@ -81,9 +82,7 @@ def test_the_run_folder_of_a_driver_is_known_from_its_entry_for_the_monitor(
 
 
 @pytest.mark.usefixtures("processes")
-def test_trainings_get_the_signal_of_raypod_stop_and_other_programs_sigterm(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_trainings_get_the_signal_of_raypod_stop_and_others_sigterm(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(active_runs, "_EXIT_S", 0)
     program = "trap '{}' {}; echo; while :; do sleep 0.05; done"
     started: Dict[str, Any] = {}
@@ -94,7 +93,6 @@ def test_trainings_get_the_signal_of_raypod_stop_and_other_programs_sigterm(
     ):
         words = ["bash", "-c", program.format(*trap)]
         process = subprocess.Popen(words, stdout=subprocess.PIPE)
-        assert process.stdout is not None
         process.stdout.readline()  # its handler is installed
         driver = {"pid": process.pid, "entrypoint": subprocess.list2cmdline(words)}
         started[name] = (process, {**driver, "namespace": "raypod" if name == "training" else "x"})
@@ -140,10 +138,8 @@ def answer_of_hosts(monkeypatch: pytest.MonkeyPatch, drivers: List[Dict[str, Any
 def test_up_names_what_is_active_and_stops_it_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     said: List[str] = []
     asked = answer_of_hosts(monkeypatch, [TRAINING, OTHER], "", {})
-    names = [
-        "10.0.0.11: /runs/a (pid 5: python -m raypod.train)",
-        "10.0.0.99: (pid 6: python mine.py -x TOKEN=*** -x A)",
-    ]
+    first, second = "/runs/a (pid 5: python -m raypod.train)", "(pid 6: python mine.py -x TOKEN=*** -x A)"
+    names = [f"10.0.0.11: {first}", f"10.0.0.99: {second}"]
     words = "pod64: a restart of Ray would end 2 active programs; --stop-runs stops them first, .*\n  "
     with pytest.raises(ClusterError, match=words + re.escape("\n  ".join(names))):
         stop_runs.make_way(CLUSTER, FILE, False, said.append)
@@ -185,3 +181,176 @@ def test_a_second_up_says_which_one_runs(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / ".raypod").touch()
     with up.cluster_lock(CLUSTER, said.append):
         assert said == ["warning: 10.0.0.11: cannot lock pod64; no other `raypod up` may run for it now"]
+
+
+def test_only_marked_processes_of_this_user_and_their_children_are_ended(processes: None) -> None:
+    def start(mark: str) -> Tuple[subprocess.Popen[bytes], int]:
+        """Start a process with a mark, and a child of it without one."""
+        program = "env -i sleep 60 & echo $!; wait; exec sleep 60"  # so that the parent does not end with its child
+        process = subprocess.Popen(["sh", "-c", program], env={**os.environ, stop_cluster.MARK: mark}, stdout=-1)
+        return process, int(process.stdout.readline())
+
+    (ours, child), (other, other_child) = start("pod-a"), start("pod-ab")
+    try:
+        assert stop_cluster.members("pod-a") == {ours.pid, child}
+        assert stop_cluster.stop("pod-a") == {"found": 2, "left": 0, "others": stop_cluster.stop("none")["others"]}
+        assert ours.wait(10) != 0
+        assert stop_cluster.members("pod-ab") == {other.pid, other_child}
+        with pytest.MonkeyPatch.context() as another:
+            another.setattr(stop_cluster.os, "getuid", lambda: os.geteuid() + 1)  # root reads every environment
+            assert stop_cluster.members("pod-ab") == set()
+    finally:
+        stop_cluster.stop("pod-ab")
+        for process in (ours, other):
+            process.wait(10)
+            process.stdout.close()
+    assert wait_until(lambda: not stop_cluster.members("pod-ab"))
+
+
+def test_agents_of_a_dead_raylet_are_ended(processes: None) -> None:
+    """They have lost the mark and the marked parent, but are in the session of a marked process, like log_monitor."""
+    agent = "(env -i bash -c 'exec -a ray::Agent sleep 60' & echo $!)"
+    program, environment = f"{agent}; exec sleep 60", {**os.environ, stop_cluster.MARK: "pod-orphan"}
+    ours = subprocess.Popen(["sh", "-c", program], env=environment, stdout=-1, start_new_session=True)
+    other = subprocess.Popen(["sh", "-c", f"{agent}; exec sleep 60"], stdout=-1, start_new_session=True)
+    try:
+        orphan, not_ours = int(ours.stdout.readline()), int(other.stdout.readline())
+        assert wait_until(lambda: Path(f"/proc/{not_ours}/cmdline").read_bytes().startswith(b"ray::"))
+        assert wait_until(lambda: stop_cluster.members("pod-orphan") == {ours.pid, orphan})
+        assert stop_cluster.stop("pod-orphan")["left"] == 0
+        assert not stop_cluster.members("pod-orphan")
+        assert Path(f"/proc/{not_ours}").exists()
+    finally:
+        stop_cluster.stop("pod-orphan")
+        os.kill(not_ours, signal.SIGKILL)
+        other.kill()
+        for process in (ours, other):
+            process.wait(10)
+            process.stdout.close()  # type: ignore[union-attr]
+
+
+def test_workers_that_a_template_of_another_cluster_has_forked_are_not_ended(processes: None, tmp_path: Path) -> None:
+    """They have no raylet above them, and can be in the session of a marked process, as from one terminal."""
+    (tmp_path / "worker_template.py").write_text("bash -c 'exec -a ray::Worker sleep 60' & echo $!; wait")
+    program = f"(env -i PATH=$PATH bash {tmp_path}/worker_template.py &); exec sleep 60"
+    environment = {**os.environ, stop_cluster.MARK: "pod-first"}
+    ours = subprocess.Popen(["sh", "-c", program], env=environment, stdout=-1, start_new_session=True)
+    worker = int(ours.stdout.readline())
+    try:
+        assert wait_until(lambda: Path(f"/proc/{worker}/cmdline").read_bytes().startswith(b"ray::"))
+        assert stop_cluster.members("pod-first") == {ours.pid}
+    finally:
+        stop_cluster.stop("pod-first")
+        os.kill(worker, signal.SIGKILL)  # its template ends with it
+        ours.wait(10)
+        ours.stdout.close()
+
+
+SHIPPED = ROOT / "cluster" / "emulated-pod.yaml"
+HEAD = "10.0.0.11"
+
+
+@pytest.fixture
+def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The file of a cluster with an ssh key, parsed, its cluster and its path; the home folder is temporary."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    path, key = tmp_path / "pod.yaml", tmp_path / "key"
+    key.write_text("a key")
+    path.write_text(SHIPPED.read_text().replace("~/.ssh/id_ed25519", str(key)))
+    file = cluster_file.parse(path.read_text())
+    return SimpleNamespace(file=file, cluster=cluster_from(file, str(path)), path=str(path))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # of Ray
+@pytest.mark.parametrize("is_noted", [True, False])
+@pytest.mark.parametrize("before", [None, "{", '{"10.0.0.11": {"tags": {"ray-node-type": "head"}, "state": "gone"}}'])
+def test_rays_launcher_starts_a_running_head_not_again(
+    processes: None, pod: Any, is_noted: bool, before: Optional[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # which the next line sets
+    from ray.autoscaler._private import commands, providers
+    from ray.autoscaler._private.local.node_provider import LocalNodeProvider
+
+    started: List[List[str]] = []
+
+    class Updater:
+        exitcode = 0
+
+        def __init__(self, ray_start_commands: List[str], **_: Any) -> None:
+            started.append(ray_start_commands)
+
+        def start(self) -> None: ...
+        def join(self) -> None: ...
+
+    def create_node(provider: Any, *arguments: Any) -> None:
+        created.append(arguments)
+        create(provider, *arguments)
+
+    create, created = LocalNodeProvider.create_node, []  # type: Any, List[Any]
+    monkeypatch.setattr(LocalNodeProvider, "create_node", create_node)
+    monkeypatch.setattr(commands, "NodeUpdaterThread", Updater)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setenv("RAY_UP_enable_autoscaler_v2", "0")
+    (tmp_path / "ray").mkdir()
+    if before is not None and (is_noted or before != "{"):
+        (tmp_path / "ray" / "cluster-emulated-pod.state").write_text(before)
+    if is_noted:
+        join_head.note_running_head(pod.cluster, pod.path, tmp_path / "ray")
+    providers._clear_provider_cache()
+    given = {**yaml.safe_load(Path(pod.path).read_text()), "file_mounts": {}}
+    config = commands._bootstrap_config(given, no_config_cache=True)
+    commands.get_or_create_head_node(config, pod.path, True, False, True, None, no_monitor_on_head=True)
+    assert not is_noted or started == [[]]
+    assert (created == []) is is_noted
+
+
+@pytest.mark.parametrize(
+    ("own", "of_head", "expected", "error"),
+    [
+        (None, "secret\n", "secret\n", ""),
+        ("secret", "secret\n", "secret", ""),
+        (
+            "other",
+            "secret",
+            "other",
+            f"is not the token with which emulated-pod runs.*copy {HEAD}:~/.ray/auth_token to",
+        ),
+        (None, None, None, ""),
+    ],
+)
+def test_the_token_of_the_head_is_not_replaced(
+    pod: Any,
+    own: Optional[str],
+    of_head: Optional[str],
+    expected: Optional[str],
+    error: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, said = tmp_path / ".ray" / "auth_token", []  # type: Path, List[str]
+    if own is not None:
+        path.parent.mkdir()
+        path.write_text(own)
+    answer = ssh.Result(0, "Welcome\n" + json.dumps({"token": of_head}), "")
+    monkeypatch.setattr(ssh, "run_on", lambda *_: answer)
+    if error:
+        with pytest.raises(ClusterError, match=error):
+            join_head.take_token(pod.cluster, pod.file, said.append)
+    else:
+        join_head.take_token(pod.cluster, pod.file, said.append)
+    assert (path.read_text() if path.exists() else None) == expected
+    if said:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert bool(said) == (own is None and of_head is not None)
+
+
+@pytest.mark.parametrize("runs", [False, True, None])
+def test_a_head_without_an_answer_counts_as_running(pod: Any, runs: Optional[bool], monkeypatch: Any) -> None:
+    answer = {} if runs is None else {"drivers": [], "error": "", "runs": runs}
+
+    def run_on(host: Host, _: Ssh, words: List[str], *__: Any) -> ssh.Result:
+        return ssh.Result(0 if answer else 255, json.dumps(answer), "no answer")
+
+    monkeypatch.setattr(ssh, "run_on", run_on)
+    assert stop_runs.is_running(pod.cluster, pod.file) is (runs is not False)

@@ -11,7 +11,7 @@ import sys
 import venv
 import zipfile
 from pathlib import Path
-from typing import Callable, List
+from typing import Any, Callable, List
 
 import pytest
 
@@ -82,9 +82,7 @@ def names(folder: Path) -> List[str]:
     return sorted(name.partition("-")[0] for name in json.loads((folder / "manifest.json").read_text())["sha256"])
 
 
-def test_a_bundle_has_what_its_python_needs(
-    processes: None, offline: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bundle_has_what_its_python_needs(processes: None, offline: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)  # this interpreter runs pip for all versions
     assert main(["bundle", str(offline / "new"), "--python", "3.11"]) == 0
     assert names(offline / "new") == ["base", "extras", "ray", "raypod", "wanted"]
@@ -136,9 +134,7 @@ def test_a_wrong_request_is_one_line_and_writes_nothing(
     assert [path.name for path in offline.iterdir()] == ["index"]
 
 
-def test_an_existing_folder_is_kept_and_pip_is_needed(
-    offline: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_existing_folder_is_kept_and_pip_is_needed(offline: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(bundle, "_has_pip", lambda interpreter: False)
     for name, message in (
         ("index", "index: it exists; remove it"),
@@ -166,9 +162,7 @@ def test_constraints_of_the_python_of_the_hosts() -> None:
     assert bundle.installed(["pip", "not-installed"]) == [f"pip=={importlib.metadata.version('pip').partition('+')[0]}"]
 
 
-def test_the_wheel_of_an_installed_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_wheel: MakeWheel
-) -> None:
+def test_the_wheel_of_an_installed_package(tmp_path: Path, monkeypatch: Any, make_wheel: MakeWheel) -> None:
     site = tmp_path / "site"
     with zipfile.ZipFile(make_wheel("pure")) as content:
         content.extractall(str(site))

@@ -8,7 +8,7 @@ import json
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 import pytest
 
@@ -28,7 +28,6 @@ def write(folder: Path, contents: Dict[str, str]) -> None:
 
 
 def checkpoint(update: int, generation: int, run_id: str) -> Dict[str, str]:
-    """Return the files of a run folder with a checkpoint."""
     weights, folder = f"weights {update}", f"checkpoints/update-{update:08d}"
     files = {"weights.safetensors": {"size_bytes": len(weights)}}
     manifest = json.dumps({"generation": generation, "update": update, "files": files})
@@ -69,9 +68,9 @@ class Hosts:
         folder = self._root / host / ".raypod" / "copies" / run_id / f"{generation:06d}-{update:08d}"
         contents = {"ledger.jsonl": f"{update}\n" * 3, "metrics.jsonl": "", **checkpoint(update, generation, run_id)}
         write(folder, contents)
+        bytes_of = {name: text.encode() for name, text in contents.items()}
         records = {
-            name: {"size_bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-            for name, text in contents.items()
+            name: {"size_bytes": len(b), "sha256": hashlib.sha256(b).hexdigest()} for name, b in bytes_of.items()
         }
         facts = {"format": 1, "run_id": run_id, "run_dir": str(self.run_dir), "checkpoint": f"update-{update:08d}"}
         order = {"generation": generation, "update": update, "written_unix_s": written}
@@ -82,14 +81,12 @@ class Hosts:
         write(self.run_dir, checkpoint(update, generation, run_id))
 
     def collect(self) -> List[str]:
-        """Collect the copies; return the lines that were printed."""
         lines: List[str] = []
         cluster = Cluster("pod", tuple(Host(name, name) for name in (HEAD, B, C)))
         collect_copies.collect(cluster, COMMAND, lines.append)
         return lines
 
     def updates(self) -> List[int]:
-        """Return the updates of the checkpoints on the head."""
         return sorted(int(path.name[-8:]) for path in (self.run_dir / "checkpoints").glob("update-*"))
 
 
@@ -120,9 +117,7 @@ def test_the_newest_copy_is_collected_and_the_command_to_continue_is_printed(hos
     assert [path.name for path in hosts.run_dir.parent.iterdir()] == ["digits"]
 
 
-def test_copies_are_collected_by_commands_on_the_hosts_and_one_on_the_head_is_preferred(
-    processes: None, tmp_path: Path
-) -> None:
+def test_commands_on_the_hosts_collect_copies_and_prefer_the_one_on_the_head(processes: None, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as undone:
         hosts = Hosts(tmp_path, undone)
     for host in (HEAD, B, C):
@@ -134,9 +129,8 @@ def test_copies_are_collected_by_commands_on_the_hosts_and_one_on_the_head_is_pr
         assert hosts.updates() == [100]
         for host in (HEAD, B, C):
             hosts.copy(host, 200)
-        assert hosts.collect()[0].startswith(
-            f"collected update-00000200 (generation 1) of {hosts.run_dir} from host {HEAD}"
-        )
+        newest = f"collected update-00000200 (generation 1) of {hosts.run_dir} from host {HEAD}"
+        assert hosts.collect()[0].startswith(newest)
         assert hosts.updates() == [200]
 
 
@@ -145,8 +139,7 @@ def test_the_head_keeps_what_is_as_new(hosts: Hosts, own: Tuple[int, int], colle
     hosts.copy(B, 100)
     hosts.on_head(own[1], own[0])
     lines = hosts.collect()
-    assert bool(lines) == collected
-    assert hosts.updates() == ([100] if collected else [own[1]])
+    assert (bool(lines), hosts.updates()) == (collected, [100] if collected else [own[1]])
     if collected:
         assert lines[0].endswith(f"from host {B}; the older state is in {hosts.run_dir}.before-1")
         assert (hosts.run_dir.parent / "digits.before-1" / "checkpoints" / "update-00000099").is_dir()
@@ -181,9 +174,7 @@ def name_outside(path: Path) -> None:
         ("run.json", name_outside, "run.json names a file outside of the copy: ../../stolen"),
     ],
 )
-def test_a_damaged_copy_is_named_and_the_next_one_is_taken(
-    hosts: Hosts, name: str, damage: Callable[[Path], None], message: str
-) -> None:
+def test_a_damaged_copy_is_named_and_the_next_one_is_taken(hosts: Any, name: str, damage: Any, message: str) -> None:
     hosts.copy(C, 90)
     bad = hosts.copy(B, 100)
     damage(bad / name)

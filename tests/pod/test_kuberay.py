@@ -40,8 +40,7 @@ def cluster_of(name: str) -> Any:
 
 def pods(name: str) -> List[Dict[str, Any]]:
     spec = cluster_of(name)
-    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
-    return [group["template"]["spec"] for group in groups]
+    return [group["template"]["spec"] for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]]
 
 
 @pytest.mark.parametrize(("name", "kind"), [("kuberay", "RayCluster"), ("kuberay-job", "RayJob")])
@@ -103,12 +102,8 @@ def test_the_hook_of_the_head_preempts_the_training_and_waits_for_its_end(proces
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     run_dir = tmp_path / "run"
-    variables = {
-        **os.environ,
-        "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
-        "PYTHONPATH": str(ROOT),
-        "RAYPOD_RUN_DIR": str(run_dir),
-    }
+    paths = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    variables = {**os.environ, **paths, "RAYPOD_RUN_DIR": str(run_dir)}
     flags = ["--device", "emulated", "--fleet", "inline", "--num-instances", "1", "--epochs", "400", "--model", "tiny"]
     line = [sys.executable, "-m", "raypod.train", *flags, "--preemption-grace-s", "60", "--run-dir", str(run_dir)]
     with (tmp_path / "out").open("w+") as out:
@@ -124,5 +119,4 @@ def test_the_hook_of_the_head_preempts_the_training_and_waits_for_its_end(proces
             training.wait()
     (tmp_path / "ended-before-ray-stop").rename(tmp_path / "state.json")
     state = run_state.read(tmp_path)
-    assert state is not None
     assert (state.state, state.has_ended) == (run_state.PREEMPTED, True)

@@ -1,4 +1,4 @@
-"""Tests of pod/up, pod/file_checks and pod/ssh, without hosts."""
+"""pod/up, pod/file_checks and pod/ssh, without hosts or with a fake `ssh` that prints other text, too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import time
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Dict, List, Optional
@@ -19,16 +20,9 @@ from raypod.errors import ClusterError, RunError
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Cluster, Host, Ssh, cluster_from
 from raypod.pod import file_checks, started, up
-from raypod.pod.file_checks import (
-    is_marked,
-    key_warnings,
-    launch_errors,
-    launch_warnings,
-    name_errors,
-    python_setting,
-    ray_folder,
-    tls_variables,
-)
+from raypod.pod.file_checks import is_marked, key_warnings, name_errors, python_setting, ray_folder, tls_variables
+from raypod.pod.file_checks import launch_errors as errors
+from raypod.pod.file_checks import launch_warnings as warnings
 from raypod.runtime import ssh
 from raypod.runtime.workers import ray_admission
 from raypod.system.private import make_private
@@ -37,51 +31,51 @@ from tests.support import ROOT
 SHIPPED = ROOT / "cluster" / "pod64.yaml"
 
 
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home folder of an operator with a key, in a checkout."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "id_ed25519").touch()
+    return tmp_path
+
+
 def problems(text: str, check: Any) -> List[str]:
     return [str(each) for each in check(cluster_file.parse(text))]
 
 
 def test_the_shipped_file_has_no_errors_and_no_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert problems(SHIPPED.read_text(), launch_errors) == []
-    assert problems(SHIPPED.read_text(), launch_warnings) == []
+    assert problems(SHIPPED.read_text(), errors) == []
+    assert problems(SHIPPED.read_text(), warnings) == []
     assert is_marked(cluster_file.parse(SHIPPED.read_text()))
 
 
 @pytest.mark.parametrize(
     ("check", "old", "new", "line"),
     [
-        (launch_errors, "cluster_name: pod64", "", "cluster_name is missing"),
-        (launch_errors, "  ssh_user: ubuntu", "", "auth.ssh_user is missing"),
-        (launch_errors, '"raypod"', '"rayopd"', "file_mounts: rayopd (for ~/raypod/source/raypod) does not exist"),
-        (launch_errors, "--autoscaling-config", "--a", "--autoscaling-config=~/ray_bootstrap_config.yaml is missing"),
-        (launch_errors, "RAY_AUTH_MODE=token ", "", "worker_start_ray_commands: RAY_AUTH_MODE=token is missing"),
-        (launch_errors, "s=10.0.0.11", "s=10.0.0.1", "-address=10.0.0.1 differs from provider.head_ip 10.0.0.11"),
-        (
-            launch_errors,
-            "per_host: 16",
-            "per_host: 8",
-            "16 IPUs in --resources, but metadata.raypod.ipus_per_host is 8",
-        ),
-        (launch_errors, " --resources='{\"IPU\":16}'", "", "no IPUs in --resources, but metadata.raypod.ipus_per_host"),
-        (
-            launch_errors,
-            "/private_ssh:",
-            "/other:",
-            "head_start_ray_commands: PATH=$HOME/raypod/source/raypod/pod/priv",
-        ),
-        (launch_warnings, "/system/private.py $RAY_TMPDIR", "/x", "RAY_TMPDIR can be a folder of another user"),
-        (launch_warnings, "RAY_TMPDIR=/tmp/", "", "worker_start_ray_commands: all users can write to /tmp/ray"),
-        (launch_warnings, "unset OMP_NUM_THREADS;", "", "sets OMP_NUM_THREADS=1"),
-        (launch_warnings, "RAY_enable_autoscaler_v2=0", "", "autoscaler v2 starts one worker too few"),
-        (launch_warnings, "host=127.0.0.1", "host=0.0.0.0", "the dashboard is open to the network"),
-        (launch_warnings, "AUTH_MODE=token", "AUTH_MODE=disabled", "anyone with access to a port can run commands"),
-        (launch_warnings, "python3 ~/raypod/source/raypod/pod/stop_cluster.py", "ray stop", "stops other Ray clusters"),
-        (launch_warnings, "/pod/active_runs.py", "/x", "plain `ray up` ends active runs; begin with python3"),
-        (launch_warnings, "RAYPOD_CLUSTER=pod64 ", "", "export RAYPOD_CLUSTER=<cluster_name>"),
+        (errors, "cluster_name: pod64", "", "cluster_name is missing"),
+        (errors, "  ssh_user: ubuntu", "", "auth.ssh_user is missing"),
+        (errors, '"raypod"', '"rayopd"', "file_mounts: rayopd (for ~/raypod/source/raypod) does not exist"),
+        (errors, "--autoscaling-config", "--a", "--autoscaling-config=~/ray_bootstrap_config.yaml is missing"),
+        (errors, "RAY_AUTH_MODE=token ", "", "worker_start_ray_commands: RAY_AUTH_MODE=token is missing"),
+        (errors, "s=10.0.0.11", "s=10.0.0.1", "-address=10.0.0.1 differs from provider.head_ip 10.0.0.11"),
+        (errors, "per_host: 16", "per_host: 8", "16 IPUs in --resources, but metadata.raypod.ipus_per_host is 8"),
+        (errors, " --resources='{\"IPU\":16}'", "", "no IPUs in --resources, but metadata.raypod.ipus_per_host"),
+        (errors, "/private_ssh:", "/other:", "head_start_ray_commands: PATH=$HOME/raypod/source/raypod/pod/priv"),
+        (warnings, "/system/private.py $RAY_TMPDIR", "/x", "RAY_TMPDIR can be a folder of another user"),
+        (warnings, "RAY_TMPDIR=/tmp/", "", "worker_start_ray_commands: all users can write to /tmp/ray"),
+        (warnings, "unset OMP_NUM_THREADS;", "", "sets OMP_NUM_THREADS=1"),
+        (warnings, "RAY_enable_autoscaler_v2=0", "", "autoscaler v2 starts one worker too few"),
+        (warnings, "host=127.0.0.1", "host=0.0.0.0", "the dashboard is open to the network"),
+        (warnings, "AUTH_MODE=token", "AUTH_MODE=disabled", "anyone with access to a port can run commands"),
+        (warnings, "python3 ~/raypod/source/raypod/pod/stop_cluster.py", "ray stop", "stops other Ray clusters"),
+        (warnings, "/pod/active_runs.py", "/x", "plain `ray up` ends active runs; begin with python3"),
+        (warnings, "RAYPOD_CLUSTER=pod64 ", "", "export RAYPOD_CLUSTER=<cluster_name>"),
     ],
 )
-def test_launch_errors_and_warnings(check: Any, old: str, new: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_and_warnings(check: Any, old: str, new: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert any(line in each for each in problems(SHIPPED.read_text().replace(old, new), check))
 
@@ -125,7 +119,7 @@ def test_only_a_literal_other_name_is_an_error(command: str, words: str) -> None
 
 def test_missing_relative_sources_are_one_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    found = [each for each in problems(SHIPPED.read_text(), launch_errors) if "file_mounts" in each]
+    found = [each for each in problems(SHIPPED.read_text(), errors) if "file_mounts" in each]
     assert len(found) == 1
     assert "raypod (for ~/raypod/source/raypod), cluster (for ~/raypod/source/cluster), " in found[0]
     assert "run this command in the folder to which these paths are relative" in found[0]
@@ -140,9 +134,7 @@ def test_missing_relative_sources_are_one_mistake(monkeypatch: pytest.MonkeyPatc
         ("/tmp/mine.yaml", "after copying /tmp/mine.yaml there: ", "mine.yaml"),
     ],
 )
-def test_the_hint_names_the_cluster_file_on_the_head(
-    path: str, before: str, file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hint_names_the_cluster_file_on_the_head(path: str, before: str, file: str, monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
     shipped = cluster_file.parse(SHIPPED.read_text())
     words = f"{before}~/raypod/venv/bin/python -m raypod.train --cluster {file}"
@@ -161,23 +153,19 @@ def test_the_token_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     assert (path.read_text(), path.stat().st_mode & 0o777) == (token, 0o600)
 
 
-def test_a_missing_key_an_unreachable_head_and_a_renamed_cluster_end_up_before_ray_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_a_missing_key_a_lost_head_and_another_name_end_up(home: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(ssh, "run_on", lambda *_, **__: ssh.Result(255, "", "No route to host"))
     monkeypatch.setattr(up, "_run_ray", lambda *_: pytest.fail("ray up was called"))
+    (home / ".ssh" / "id_ed25519").rename(home / "key")
     assert main(["up", str(SHIPPED)]) == 2
     assert "line 25: auth.ssh_private_key: ~/.ssh/id_ed25519 does not exist" in capsys.readouterr().err
-    (tmp_path / ".ssh").mkdir()
-    (tmp_path / ".ssh" / "id_ed25519").touch()
+    (home / "key").rename(home / ".ssh" / "id_ed25519")
     assert main(["up", str(SHIPPED)]) == 2
     assert "the head 10.0.0.11 is unreachable: No route to host" in capsys.readouterr().err
-    assert len((tmp_path / ".ray" / "auth_token").read_text()) == 64
+    assert len((home / ".ray" / "auth_token").read_text()) == 64
     monkeypatch.setattr(ssh, "run_on", lambda *_, **__: pytest.fail("a host was contacted"))
-    (tmp_path / "mine.yaml").write_text(SHIPPED.read_text().replace("cluster_name: pod64", "cluster_name: mine"))
-    assert main(["up", str(tmp_path / "mine.yaml")]) == 2
+    (home / "mine.yaml").write_text(SHIPPED.read_text().replace("cluster_name: pod64", "cluster_name: mine"))
+    assert main(["up", str(home / "mine.yaml")]) == 2
     assert "RAYPOD_CLUSTER=pod64, stop_cluster.py pod64, active_runs.py pod64, cluster-pod64" in capsys.readouterr().err
 
 
@@ -208,13 +196,7 @@ def test_folders_that_other_users_can_use_are_found_on_the_hosts(processes: None
         assert head.is_dir() == create
 
 
-def test_a_host_whose_folder_other_users_can_use_is_not_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".ssh").mkdir()
-    (tmp_path / ".ssh" / "id_ed25519").touch()
+def test_a_host_whose_folder_others_can_use_is_not_started(home: Path, monkeypatch: Any, capsys: Any) -> None:
 
     def run_on(host: Host, _: Ssh, words: List[str], *__: Any, **___: Any) -> ssh.Result:
         is_bad = host.address == "10.0.0.13" and "exec python3 - /tmp/ray-$(id -un)" in words
@@ -281,17 +263,13 @@ def test_this_machine_is_reached_without_ssh(processes: None) -> None:
 @pytest.mark.parametrize(
     ("code", "words"), [(255, "host h is unreachable over ssh"), (127, "host h has no ~/venv/bin/python")]
 )
-def test_a_remote_command_that_does_not_start_is_reported(
-    processes: None, monkeypatch: pytest.MonkeyPatch, code: int, words: str
-) -> None:
+def test_a_remote_command_that_does_not_start(processes: None, monkeypatch: Any, code: int, words: str) -> None:
     monkeypatch.setattr(ssh, "ssh_command", lambda *_: ["sh", "-c", f"exit {code}"])
     with pytest.raises(ClusterError, match=words):
         ssh.pass_through(Host("h", "10.0.0.9"), Ssh(), ["~/venv/bin/python", "-V"])
 
 
-def test_pass_through_keeps_output_and_exit_code(
-    processes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_pass_through_keeps_output_and_exit_code(processes: None, monkeypatch: Any, tmp_path: Path, capfd: Any) -> None:
     (tmp_path / ".bashrc").write_text("export NAME=out\n")
     (tmp_path / "tool").write_text('#!/bin/sh\necho "$NAME $1"; echo err >&2; exit 3\n')
     (tmp_path / "tool").chmod(0o755)
@@ -311,13 +289,7 @@ def test_the_launcher_state_of_an_earlier_start_is_removed(monkeypatch: pytest.M
     assert [path.name for path in (tmp_path / "ray").iterdir()] == ["cluster-pod-b.state"]
 
 
-def test_an_added_host_is_told_to_the_running_autoscaler_after_the_files_are_on_the_head(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".ssh").mkdir()
-    (tmp_path / ".ssh" / "id_ed25519").touch()
+def test_an_added_host_is_told_to_the_autoscaler_once_the_files_are_on_the_head(home: Path, monkeypatch: Any) -> None:
     calls: List[List[str]] = []
 
     def run_on(host: Host, _: Ssh, words: List[str], *__: Any, **___: Any) -> ssh.Result:
@@ -368,9 +340,7 @@ def wait_for_hosts(text: str, within_s: float) -> None:
     started.wait_for_hosts(cluster_from(file, "pod64"), file, within_s, time.monotonic(), up._say)
 
 
-def test_only_the_wait_for_missing_hosts_is_announced(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_wait_for_missing_hosts_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     waits = answer_missing(monkeypatch, ["10.0.0.14"], [])
     wait_for_hosts(SHIPPED.read_text(), 120)
     assert waits == ["0", "120"]
@@ -402,31 +372,31 @@ def test_a_host_with_another_version_of_ray_than_the_head_does_not_join(monkeypa
 
 def test_hosts_that_do_not_join_without_a_key_of_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "auth.ssh_private_key is not set: the head logs in to the workers with its own default key"
-    line = "  ssh_private_key: ~/.ssh/id_ed25519\n"
-    for text in (SHIPPED.read_text(), SHIPPED.read_text().replace(line, "")):
+    for removed in ("", "  ssh_private_key: ~/.ssh/id_ed25519\n"):
         answer_missing(monkeypatch, ["10.0.0.14"], ["10.0.0.14"])
         with pytest.raises(RunError, match=r"pod64: 1 of 4 hosts did not join within 9 s") as error:
-            wait_for_hosts(text, 9)
-        assert (words in str(error.value)) == (line not in text)
+            wait_for_hosts(SHIPPED.read_text().replace(removed, ""), 9)
+        assert (words in str(error.value)) == bool(removed)
 
 
-def test_a_key_is_missing_only_with_workers() -> None:
+def test_the_text_of_the_start_commands_and_settings_is_read() -> None:
+    words = "RAY_USE_TLS=1 RAY_TLS_SERVER_CERT=/c RAY_TLS_SERVER_KEY=/k RAY_TLS_CA_CERT=/ca "
+    text = SHIPPED.read_text().replace("export RAYPOD", f"export {words}RAYPOD")
+    assert " ".join(tls_variables(cluster_file.parse(text))) + " " == words
+    assert tls_variables(cluster_file.parse(SHIPPED.read_text())) == []
+    provider = "provider: {type: local, head_ip: a}\n"
+    for text, setting in (
+        (f"metadata:\n  raypod:\n    python: python4\n{provider}", "metadata.raypod.python in line 3"),
+        (provider, "metadata.raypod.python (default: python3)"),
+    ):
+        assert python_setting(cluster_file.parse(text)) == setting
     text = SHIPPED.read_text().replace("  ssh_private_key:", "  # ")
     (warning,) = problems(text, key_warnings)
     assert warning.startswith("line 19: auth.ssh_private_key is not set")
     assert problems(text.replace("worker_ips: [10.0.0.12, 10.0.0.13, 10.0.0.14]", "worker_ips: []"), key_warnings) == []
 
 
-def test_tls_variables_of_the_start_commands() -> None:
-    words = "RAY_USE_TLS=1 RAY_TLS_SERVER_CERT=/c RAY_TLS_SERVER_KEY=/k RAY_TLS_CA_CERT=/ca "
-    text = SHIPPED.read_text().replace("export RAYPOD", f"export {words}RAYPOD")
-    assert " ".join(tls_variables(cluster_file.parse(text))) + " " == words
-    assert tls_variables(cluster_file.parse(SHIPPED.read_text())) == []
-
-
-def test_an_interpreter_that_a_host_does_not_have_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_interpreter_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     file = cluster_file.parse(SHIPPED.read_text().replace("python: ~/raypod/venv/bin/python", "python: python4"))
     facts = {"python": {"error": "python4 does not exist"}}
     answers = {"10.0.0.11": ssh.Result(255, "", "lost"), "10.0.0.12": ssh.Result(0, '{"python": {"path": "/p"}}', "")}
@@ -440,10 +410,70 @@ def test_an_interpreter_that_a_host_does_not_have_is_a_warning(
     )
 
 
-def test_the_setting_of_the_interpreter_is_named_with_its_line() -> None:
-    provider = "provider: {type: local, head_ip: a}\n"
-    for text, setting in (
-        (f"metadata:\n  raypod:\n    python: python4\n{provider}", "metadata.raypod.python in line 3"),
-        (provider, "metadata.raypod.python (default: python3)"),
-    ):
-        assert python_setting(cluster_file.parse(text)) == setting
+BANNER = r"printf '\377\376 {Gr\374\337e} '; printf '\377\376 last\n' >&2"
+RUN = 'for last; do :; done; sh -c "$last"; code=$?; printf "{logout} \\377\\n"; exit $code'
+
+
+def use_ssh(monkeypatch: pytest.MonkeyPatch, home: Path, *lines: str) -> str:
+    """Put a fake `ssh` on PATH; return a cluster file whose hosts are reached by it, as addresses of this machine."""
+    (home / "ssh").write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    (home / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{home}:{os.environ['PATH']}")
+    text = (ROOT / "cluster" / "emulated-pod.yaml").read_text().replace("10.0.0.", "127.0.0.")
+    file = home / "cluster.yaml"
+    file.write_text(text.replace("emulated-pod", f"t{uuid.uuid4().hex}"))
+    return str(file)
+
+
+def test_doctor_and_down_read_between_banners(processes: None, monkeypatch: Any, home: Path, capsys: Any) -> None:
+    file = use_ssh(monkeypatch, home, BANNER, RUN)
+    assert main(["doctor", "--json", "--cluster", file]) in (0, 2)
+    hosts = json.loads(capsys.readouterr().out)["hosts"]
+    assert [facts["user"] for facts in hosts.values()] == ["root" if os.getuid() == 0 else os.environ["USER"]] * 3
+    monkeypatch.setattr(up, "_run_ray", lambda *_: None)
+    assert main(["down", file]) == 0
+    assert "stopped on all 3 hosts" in capsys.readouterr().err
+
+
+def test_the_error_of_a_head_can_have_any_bytes(processes: None, monkeypatch: Any, home: Path, capsys: Any) -> None:
+    file = use_ssh(monkeypatch, home, BANNER, "exit 255")
+    assert main(["up", file]) == 2
+    assert "the head 127.0.0.11 is unreachable: \\xff\\xfe last" in capsys.readouterr().err
+    file = use_ssh(monkeypatch, home, BANNER, "printf '{\\n}'")
+    done = ssh.run_on(Host("h", "127.0.0.11"), Ssh(), ["true"])
+    assert done.json_object("hostname") is None
+    assert done.excerpt.startswith(r"'\\xff\\xfe {Gr\\xfc\\xdfe} {")
+
+
+@pytest.mark.parametrize("options", [["-t", "ed25519"], ["-t", "rsa", "-b", "2048", "-m", "PEM"], ["-m", "PKCS8"]])
+def test_a_passphrase_is_named(processes: None, monkeypatch: Any, home: Path, options: List[str]) -> None:
+    """As the cause where ssh cannot ask for it, and before a start of workers, which the head cannot log in to."""
+    file = use_ssh(monkeypatch, home, "echo 'me@host: Permission denied (publickey).' >&2; exit 255")
+    key, host = home / ".ssh" / "id_ed25519", Host("h", "127.0.0.11")
+    for phrase, hint in (("", ""), ("secret", f" ({key} has a passphrase, and no ssh agent here has the key: eval ")):
+        key.unlink()
+        subprocess.run(["ssh-keygen", "-q", *options, "-N", phrase, "-f", str(key)], timeout=60, check=True)
+        error = ssh.run_on(host, Ssh("me", str(key)), ["true"]).error
+        assert error.startswith(f"me@host: Permission denied (publickey).{hint}")
+        assert error.endswith(")" if hint else ".")
+        text = Path(file).read_text()
+        errors = file_checks.key_errors(cluster_file.parse(text))
+        assert [f"{key.name} has a passphrase, which the head" in str(each) for each in errors] == [True] * bool(hint)
+        one_host = text.replace("worker_ips: [127.0.0.12, 127.0.0.13]", "worker_ips: []")
+        assert file_checks.key_errors(cluster_file.parse(one_host)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        (["printf", "abc"], ["wc", "-c"], (0, "3", "")),
+        (["sh", "-c", "printf abc; echo full >&2; exit 3"], ["wc", "-c"], (0, "3", "full")),
+        (["printf", "abc"], ["sh", "-c", "cat; echo broken >&2; exit 4"], (4, "abc", "broken")),
+        (["yes"], ["head", "-c", "2"], (0, "y", "exit code -13")),  # the first command ends with the second one
+        (["sleep", "600"], ["cat"], (124, "", "no answer within 0.2 s")),
+    ],
+)
+def test_output_is_the_input_of_another_hosts_command(processes: None, source: Any, target: Any, expected: Any) -> None:
+    host, timeout_s = Host("localhost", "localhost"), 0.2 if "600" in source else 60.0
+    done = ssh.pipe((host, source), (host, target), Ssh(), timeout_s)
+    assert (done.exit_code, done.output.strip(), done.error) == expected

@@ -84,7 +84,6 @@ IDS = [file.relative_to(PACKAGE).with_suffix("").as_posix() for file in MODULES]
 
 @functools.lru_cache(maxsize=None)
 def imported(file: Path) -> Set[str]:
-    """Dotted names of everything a file imports, anywhere in it."""
     nodes = list(ast.walk(ast.parse(file.read_text())))
     assert not any(isinstance(node, ast.ImportFrom) and node.level for node in nodes), f"{file}: relative import"
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
@@ -97,14 +96,11 @@ def reachable(name: str, directions: Dict[str, str]) -> Set[str]:
     return targets.union(*(reachable(target, directions) for target in targets))
 
 
-def test_imports_follow_the_direction_of_the_packages() -> None:
+def test_imports_follow_the_direction_of_the_packages_and_their_folders() -> None:
     for file, name in zip(MODULES, IDS):
         package = name.partition("/")[0]
         used = {each.split(".")[1] for each in imported(file) if each.startswith("raypod.")}
         assert package not in PACKAGES or used <= reachable(package, PACKAGES) | {package}, name
-
-
-def test_imports_follow_the_direction_of_the_folders() -> None:
     for file, name in zip(MODULES, IDS):
         folder = "/".join(name.split("/")[:2])
         used = {"/".join(each.split(".")[1:3]) for each in imported(file) if each.startswith("raypod.")} & set(FOLDERS)
@@ -146,13 +142,7 @@ def test_ray_the_sdk_and_devices_are_distinguished_only_in_their_places() -> Non
             assert not [each for each in words if each in text], name
 
 
-def test_the_emulated_sdk_imports_nothing_of_raypod() -> None:
-    sdk = [file for file in FILES if "emulated_sdk" in file.relative_to(PACKAGE).parts]
-    assert not {file.name for file in sdk if any(name.split(".")[0] == "raypod" for name in imported(file))}
-
-
-def test_the_emulated_sdk_is_used_through_its_doors() -> None:
-    """The three modules that `system/sdk.py` imports, and what the real packages have, too."""
+def test_the_emulated_sdk_imports_nothing_of_raypod_which_uses_it_through_its_doors() -> None:
     for file, name in zip(MODULES, IDS):
         of_sdk = {each for each in imported(file) if each.split(".")[0] in SDK}
         doors = {f"_pod.{door}" for door in ("activation", "rendezvous", "telemetry")}
@@ -163,16 +153,15 @@ def test_the_emulated_sdk_is_used_through_its_doors() -> None:
         }
         reached = {each for each in texts if SDK_INTERNALS.search(each)}
         assert reached <= ({"_pod", "emulated_sdk"} if name == "system/sdk" else set()), name
+    sdk = [file for file in FILES if "emulated_sdk" in file.relative_to(PACKAGE).parts]
+    assert not {file.name for file in sdk if any(name.split(".")[0] == "raypod" for name in imported(file))}
 
 
-def test_every_module_states_its_duty_and_stays_short() -> None:
+def test_every_module_states_its_duty_and_stays_short_and_packages_are_few() -> None:
     for file in FILES:
         text = file.read_text()
         assert ast.get_docstring(ast.parse(text)), f"{file}: no docstring"
         assert len(text.splitlines()) <= 600, f"{file}: over 600 lines: does it have two duties?"
-
-
-def test_packages_are_few() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 7
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} <= {*PACKAGES, "emulated_sdk"}
 
@@ -193,19 +182,15 @@ def test_the_tests_that_the_gate_names_exist() -> None:
 
 
 def _expanded(name: str) -> List[str]:
-    """Return the names of `a{b,c}`."""
     before, brace, rest = name.partition("{")
     inner, _, after = rest.partition("}")
     return [f"{before}{part}{after}" for part in inner.split(",")] if brace else [name]
 
 
-def test_the_documented_directions_are_those_of_the_imports() -> None:
+def test_the_documented_directions_are_those_of_the_imports_and_every_folder_is_documented() -> None:
     rows = re.findall(r"^\| `(\w+)/` \|.*\| ([^|]*)\|$", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
     documented = {package: " ".join(re.findall(r"`(\w+)`", targets)) for package, targets in rows}
     folders = {name for name in PACKAGES if (PACKAGE / name).is_dir()}
     assert documented == {**{name: PACKAGES[name] for name in folders}, "emulated_sdk": ""}
-
-
-def test_every_folder_is_documented() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     assert [folder for folder in FOLDERS if f"| `{folder}/` |" not in text] == []

@@ -44,7 +44,6 @@ def test_a_recipe_can_be_planned_on_the_pods_it_names(recipe: Path, pod: str) ->
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_begins_with_its_command(recipe: Path) -> None:
     command = re.search(r"^#     raypod train (.*)", recipe.read_text(), re.MULTILINE)
-    assert command is not None
     words = command.group(1).split()
     assert words[words.index("--config") + 1] == f"configs/{recipe.name}"
     assert "--cluster" not in words or Path(words[words.index("--cluster") + 1]).stem in pods(recipe)

@@ -23,7 +23,6 @@ class Run:
         self.train(updates)
 
     def train(self, updates: int) -> None:
-        """Append updates."""
         with (self.path / "metrics.jsonl").open("a") as file:
             for _ in range(updates):
                 self.updates += 1
@@ -32,7 +31,6 @@ class Run:
         self.state(run_state.RUNNING)
 
     def state(self, name: str, exit_code: Optional[int] = None, ticks: Optional[int] = None) -> None:
-        """Write `state.json`."""
         started_ticks = process_start_ticks(os.getpid()) or 0 if ticks is None else ticks
         loss = 1 / self.updates if self.updates else None
         state = RunState(os.getpid(), started_ticks, os.uname().nodename, name, self.updates, 1000, loss, 80.0)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional, Sequence
+from typing import Any, Iterator, List, Optional, Sequence
 
 from tests.support import ROOT
 
@@ -28,9 +28,8 @@ def skip_reason() -> Optional[str]:
     if os.getuid() != 0:
         return "network namespaces need root"
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    missing = [
-        tool for tool in ("ip", "tc", "unshare", "nsenter", "sshd", "rsync") if not shutil.which(tool, path=path)
-    ]
+    tools = ("ip", "tc", "unshare", "nsenter", "sshd", "rsync")
+    missing = [tool for tool in tools if not shutil.which(tool, path=path)]
     if missing:
         return f"missing: {', '.join(missing)}"
     if tuple(int(part) for part in version("ray").split(".")[:2]) < TOKENS_SINCE:
@@ -50,29 +49,17 @@ class EmulatedPod:
                 be imported on all hosts.
             venv: the Python environment of all hosts.
         """
-        self._environment = {
-            **os.environ,
-            "POD_NAME": name,
-            "POD_NET": NETWORK,
-            "POD_SHARE": f"{ROOT}:{shared}",
-            "POD_VENV": venv,
-            "POD_HOSTS": "debian",
-            # Every raylet measures the memory of the whole machine.
-            "POD_ENV": f"PYTHONPATH={ROOT}:{shared}/site RAY_memory_monitor_refresh_ms=0",
-        }
+        # Every raylet measures the memory of the whole machine.
+        settings = {"ENV": f"PYTHONPATH={ROOT}:{shared}/site RAY_memory_monitor_refresh_ms=0", "HOSTS": "debian"}
+        settings.update(NAME=name, NET=NETWORK, SHARE=f"{ROOT}:{shared}", VENV=venv)
+        self._environment = {**os.environ, **{f"POD_{key}": value for key, value in settings.items()}}
         self.run("up", str(hosts))
 
     def run(self, *words: str, within_s: float = 60, check: bool = True) -> str:
         """Run a command of pod.sh with a timeout; return its stdout and stderr."""
-        done = subprocess.run(
-            [SCRIPT, *words],
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=within_s,
-            check=False,
-        )
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        line, environment = [SCRIPT, *words], self._environment
+        done = subprocess.run(line, env=environment, timeout=within_s, check=False, **streams)
         text = done.stdout.decode(errors="replace")
         assert done.returncode == 0 or not check, f"{words} failed with exit code {done.returncode}:\n{text[-4000:]}"
         return text
@@ -81,27 +68,20 @@ class EmulatedPod:
         """Start a command line in a login shell of a host, with its output in a file."""
         line = [SCRIPT, "on", str(host), "bash", "-lc", command]
         with output.open("wb") as file:
-            return subprocess.Popen(
-                line, env=self._environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
-            )
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            return subprocess.Popen(line, env=self._environment, **streams)
 
     def listening(self, host: int) -> List[int]:
-        """Return the TCP ports of a host that are open to other hosts."""
         text = self.run("on", str(host), "cat", "/proc/net/tcp", "/proc/net/tcp6")
-        found: Dict[int, None] = {}
-        for line in text.splitlines():
-            words = line.split()
-            if len(words) > 3 and words[3] == "0A" and not words[1].startswith("0100007F:"):
-                found[int(words[1].rpartition(":")[2], 16)] = None
-        return sorted(found)
+        rows = [line.split() for line in text.splitlines()]
+        places = {row[1] for row in rows if len(row) > 3 and row[3] == "0A" and not row[1].startswith("0100007F:")}
+        return sorted({int(place.rpartition(":")[2], 16) for place in places})
 
     def down(self) -> None:
-        """Stop the pod with all its processes."""
         self.run("down")
 
 
 def address(host: int) -> str:
-    """Return the address of a host."""
     return f"{NETWORK}.{10 + host}"
 
 
@@ -115,12 +95,9 @@ def cluster_file(hosts: int, head: int = 1, lost: Sequence[int] = ()) -> str:
     listed = ", ".join(map(address, workers))
     text = text.replace("worker_ips: [10.0.0.12, 10.0.0.13]", f"worker_ips: [{listed}]")
     text = re.sub(r"(?m)^(m.._workers): 2", rf"\1: {len(workers)}", text)
-    text = (
-        text.replace("10.0.0.11", address(head))
-        .replace("10.0.0.", f"{NETWORK}.")
-        .replace("ssh_user: ubuntu", "ssh_user: root")
-    )
-    text = text.replace("    python ~/raypod", f"    {PRIORITY}python ~/raypod").replace("=500000000", "=80000000")
+    text = text.replace("10.0.0.11", address(head)).replace("10.0.0.", f"{NETWORK}.")
+    text = text.replace("ssh_user: ubuntu", "ssh_user: root").replace("=500000000", "=80000000")
+    text = text.replace("    python ~/raypod", f"    {PRIORITY}python ~/raypod")
     return text.replace("ray start ", "ray start --num-cpus=1 ")
 
 
@@ -140,7 +117,6 @@ def operate(pod: EmulatedPod, shared: Path, start: str, within_s: float = 60) ->
 
 
 def documented_command(start: str) -> str:
-    """Return the command line of docs/how-to/pods.md that begins with `start`, as it is printed."""
     section = (ROOT / "docs" / "how-to/pods.md").read_text().partition("\n## A pod on one machine")[0]
     (line,) = [line for line in section.splitlines() if line.startswith(start)]
     return line

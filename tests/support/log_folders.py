@@ -24,9 +24,8 @@ class RunFolder:
         """`run_dir` is the path of the folder on the hosts."""
         self.path = path
         (path / "logs").mkdir(parents=True)
-        placed = [
-            {"index": index, "host": cluster.hosts[min(index, len(cluster.hosts) - 1)].name} for index in range(2)
-        ]
+        hosts = [cluster.hosts[min(index, len(cluster.hosts) - 1)].name for index in range(2)]
+        placed = [{"index": index, "host": host} for index, host in enumerate(hosts)]
         plan = {"cluster": dataclasses.asdict(cluster), "instances": placed}
         (path / "plan.json").write_text(json.dumps({**plan, "run_dir": str(run_dir or path)}))
 
@@ -35,16 +34,13 @@ class RunFolder:
         append(self.path / "logs" / f"instance-{instance}.log", text, at_s)
 
     def event(self, unix_s: float, event: object, **fields: Any) -> None:
-        """Append an event."""
         with (self.path / "events.jsonl").open("a") as file:
             file.write(json.dumps({"unix_s": unix_s, "event": event, **fields}) + "\n")
 
     def placed(self, unix_s: float, event: str, hosts: Sequence[str], pids: Sequence[int]) -> None:
-        """Append an event that names the processes of all instances."""
-        placed = enumerate(zip(hosts, pids))
-        self.event(
-            unix_s, event, instances=[{"instance": each, "host": host, "pid": pid} for each, (host, pid) in placed]
-        )
+        named = enumerate(zip(hosts, pids))
+        instances = [{"instance": each, "host": host, "pid": pid} for each, (host, pid) in named]
+        self.event(unix_s, event, instances=instances)
 
     def state(self, exit_code: Optional[int] = None) -> None:
         """Write `state.json` of a run that runs in this process, or that has ended in another one."""
@@ -54,7 +50,6 @@ class RunFolder:
 
 
 def append(path: Path, text: str, at_s: Optional[float] = None) -> None:
-    """Append to a log, and mark it."""
     with path.open("a") as file:
         file.write(text)
     if at_s is not None:
@@ -64,7 +59,6 @@ def append(path: Path, text: str, at_s: Optional[float] = None) -> None:
 
 
 def started(instance: int, pid: int, host: str) -> str:
-    """Return the first line of the output of a process."""
     return f"instance {instance} of 2, pid {pid}: started on {host}\n"
 
 
@@ -82,7 +76,6 @@ class Following:
 
     @property
     def out(self) -> str:
-        """What was printed."""
         return self._file.read_text() if self._file.exists() else ""
 
     def sees(self, text: str) -> bool:

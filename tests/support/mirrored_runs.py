@@ -41,7 +41,6 @@ class Place:
 
 
 def write_run(folder: Path) -> Path:
-    """Write the small files of a run folder."""
     (folder / "logs").mkdir(parents=True)
     (folder / "config.yaml").write_text("training:\n  seed: 1\n")
     (folder / "metrics.jsonl").write_text('{"update": 1}\n')
@@ -52,8 +51,11 @@ def write_run(folder: Path) -> Path:
     return folder
 
 
+def name_of(update: int) -> str:
+    return f"update-{update:08d}"
+
+
 def save(folder: Path, update: int, numbers: int = SMALL, keep: int = 9, accuracy: Optional[float] = None) -> str:
-    """Write a checkpoint; return its name."""
     values = torch.arange(numbers, dtype=torch.float32) + update
     tested = {} if accuracy is None else {"accuracy": accuracy}
     manifest = Manifest(update, 0, update, 1, {}, {}, {}, tested=tested)
@@ -170,24 +172,20 @@ def mirroring(run: Path, url: str, *flags: str) -> Iterator[subprocess.Popen[byt
 
 
 def announce(process: subprocess.Popen[bytes], name: str) -> None:
-    """Tell the process that a checkpoint was saved."""
-    assert process.stdin is not None
     process.stdin.write(f"{name}\n".encode())
     process.stdin.flush()
 
 
 def finish(process: subprocess.Popen[bytes], within_s: float = 90.0) -> int:
     """Tell the process that the run has ended; return its exit code."""
-    assert process.stdin is not None
     process.stdin.close()
     return process.wait(within_s)
 
 
 def reached(run: Path, checkpoints: int) -> bool:
     """Wait until a number of checkpoints is uploaded and nothing is left to do."""
-    return wait_until(
-        lambda: mirror_record.read(run).checkpoints >= checkpoints and not mirror_record.read(run).pending
-    )
+    found = mirror_record.read
+    return wait_until(lambda: found(run).checkpoints >= checkpoints and not found(run).pending)
 
 
 def verified(url: str, run: str, target: Path) -> List[str]:
@@ -196,7 +194,6 @@ def verified(url: str, run: str, target: Path) -> List[str]:
     target.mkdir()
     found, messages = remote.fetch_files(target, lambda name: True)
     assert not messages
-    assert found is not None
     names = fetch_checkpoints(remote, target)
     assert storage.list_checkpoints(target / "checkpoints")[1] == []
     for each in storage.list_checkpoints(target / "checkpoints")[0]:
@@ -219,12 +216,9 @@ def fetch_checkpoints(remote: RemoteRun, target: Path) -> List[str]:
 
 
 def different_files(run: Path, copy: Path) -> Set[str]:
-    """Return in which files a copy differs from a run folder, without those that stay on the host."""
     kept = {"status-token", "lease-1.json", layout.STORAGE, "storage.lock", remote_index.NAME, "logs/storage.log"}
-    folders = [
-        {path.relative_to(each).as_posix() for path in each.rglob("*") if path.is_file()} for each in (run, copy)
-    ]
-    names = (folders[0] | folders[1]) - kept
+    paths = [path.relative_to(each) for each in (run, copy) for path in each.rglob("*") if path.is_file()]
+    names = {path.as_posix() for path in paths} - kept
     others = {name for name in names if not all((each / name).is_file() for each in (run, copy))}
     others |= {name for name in names - others if (run / name).read_bytes() != (copy / name).read_bytes()}
     return others

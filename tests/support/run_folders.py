@@ -31,10 +31,8 @@ def write_run(
     write_lines(folder / "evaluations.jsonl", evaluated)
     write_lines(folder / "events.jsonl", _events(updates, instances))
     (folder / "plan.json").write_text(json.dumps(_plan(updates, instances)))
-    config = (
-        f"task:\n  name: image-classification\ntraining:\n  execution: pipelined\n  learning_rate: {learning_rate}\n"
-    )
-    (folder / "config.yaml").write_text(config)
+    training = f"training:\n  execution: pipelined\n  learning_rate: {learning_rate}\n"
+    (folder / "config.yaml").write_text(f"task:\n  name: image-classification\n{training}")
     state = {"pid": 1, "started_ticks": 0, "host": "host-a", "state": "done", "exit_code": 0}
     (folder / "state.json").write_text(json.dumps({**state, "update": updates, "total_updates": updates}))
     summary = {"samples_per_s": 1003.0, "data_wait_share": 0.02, "seconds_to_first_update": 6.5}
@@ -54,22 +52,22 @@ def event(at_s: float, name: str, **fields: Any) -> Dict[str, Any]:
 
 def call_times(at_s: float, first_update: int, calls: int, busy_s: List[float]) -> Dict[str, Any]:
     """Return a line of `events.jsonl` with the calls of a window, per instance of length `busy_s`."""
-    longest_s = max(busy_s)
-    times = {"p50_s": longest_s, "p95_s": 1.5 * longest_s, "slowest_s": 2 * longest_s, "mean_s": longest_s}
+    most_s = max(busy_s)
+    times = {"p50_s": most_s, "p95_s": 1.5 * most_s, "slowest_s": 2 * most_s, "mean_s": most_s, "data_wait_share": 0.1}
     found = [
-        {"instance": index, **times, "busy_s": each, "data_wait_share": 0.1, "busy_ratio": None}
+        {"instance": index, **times, "busy_s": each, "busy_ratio": None, "peer_wait_share": 1 - each / most_s}
         for index, each in enumerate(busy_s)
     ]
-    for each in found:
-        each["peer_wait_share"] = 1 - each["busy_s"] / longest_s
     return event(at_s, "call_times", first_update=first_update, calls=calls, window_s=10.0, instances=found)
 
 
 def _started(instances: int) -> List[Dict[str, Any]]:
     both = {"seconds": {"load data": 0.5, "build model": 0.1}, "versions": VERSIONS}
-    return [
-        {"instance": index, "host": f"host-{'ab'[index % 2]}", "pid": 100 + index, **both} for index in range(instances)
-    ]
+    return [{"instance": index, "host": _host(index), "pid": 100 + index, **both} for index in range(instances)]
+
+
+def _host(instance: int) -> str:
+    return f"host-{'ab'[instance % 2]}"
 
 
 def _events(updates: int, instances: int) -> List[Dict[str, Any]]:
@@ -98,21 +96,17 @@ def _events(updates: int, instances: int) -> List[Dict[str, Any]]:
 
 
 def _plan(updates: int, instances: int) -> Dict[str, Any]:
-    counts = {"num_instances": instances, "total_replicas": instances}
-    geometry = {**counts, "ipus_per_replica": 2, "gradient_accumulation": 8}
-    sizes = {"total_ipus": 2 * instances, "micro_batch_size": 4, "global_batch_size": 8, "device_iterations": 1}
-    specs = [
-        {"index": index, "host": f"host-{'ab'[index % 2]}", "replica_offset": index, "local_replicas": 1}
-        for index in range(instances)
-    ]
+    geometry = {"num_instances": instances, "total_replicas": instances, "total_ipus": 2 * instances}
+    geometry.update(ipus_per_replica=2, gradient_accumulation=8, micro_batch_size=4, global_batch_size=8)
+    replica = {"local_replicas": 1}
     return {
-        "cluster": {"name": "test pod", "hosts": [{"name": "host-a"}, {"name": "host-b"}, {"name": "host-c"}]},
-        "geometry": {**geometry, **sizes},
+        "cluster": {"name": "test pod", "hosts": [{"name": f"host-{letter}"} for letter in "abc"]},
+        "geometry": {**geometry, "device_iterations": 1},
         "task": "image-classification",
         "dataset": {"name": "digits", "train_samples": 1437, "test_samples": 360},
         "updates_per_epoch": updates,
         "total_updates": updates,
-        "instances": specs,
         "legs": [{"epoch": 0}],
+        "instances": [{"index": k, "host": _host(k), "replica_offset": k, **replica} for k in range(instances)],
         "pipeline_splits": ["block2", "head=0"],
     }

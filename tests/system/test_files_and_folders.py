@@ -1,21 +1,33 @@
-"""Files are replaced atomically, append-only files survive a full disk, folders are created once, JSON has no NaN."""
+"""Files and folders that survive faults, logs with their marks and last lines, and what a storage holds."""
 
 from __future__ import annotations
 
+import base64
 import errno
+import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, List
+from typing import Any, Callable, Dict, List
 
 import pytest
 
 from raypod.errors import WaitTimedOut
-from raypod.system import files
+from raypod.observe.status.launch_status import LaunchFile
+from raypod.observe.trackers.companions import TrackerRecord
+from raypod.runs import run_state
+from raypod.runs.run_view import RunView
+from raypod.runs.upload.mirror_record import MirrorRecord
+from raypod.system import companion, files, log_files
 from raypod.system.files import create_folder, create_numbered_folder, remove_empty
+from raypod.system.log_files import LastLine, LogTimes, Mark, offset_at, read_marks, time_of, times_file
 from raypod.system.private import make_private
+from raypod.system.remote.errors import StorageError
+from raypod.system.remote.store import Digests, Store, checksum_in
 from tests.support.faulty_disks import FlushedFiles
+from tests.support.faulty_runs import plan_for
+from tests.support.mirrored_runs import faults
 
 
 def test_a_created_folder_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,9 +45,7 @@ def test_a_replaced_file_has_its_new_content_and_leaves_nothing_else(tmp_path: P
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_large_file_is_flushed_while_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
-) -> None:
+def test_a_large_file_is_flushed_while_it_is_written(tmp_path: Path, monkeypatch: Any, is_known: bool) -> None:
     ranges = []
 
     def flush(descriptor: int, first: int, count: int, flags: int) -> None:
@@ -49,24 +59,6 @@ def test_a_large_file_is_flushed_while_it_is_written(
             file.write(part)
     assert (tmp_path / "file").read_bytes() == b"abcdefghijklmnopqrstuvwxyz0"
     assert ranges == ([(0, 8), (8, 8), (16, 8)] if is_known else [])
-
-
-def test_an_append_only_file_keeps_lines_while_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(descriptor: int, data: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    file = files.AppendOnlyFile(tmp_path / "lines")
-    file.write_line("first")
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", fail)
-        file.write_line("second")
-        file.sync()
-    assert file.path.read_text() == "first\n"
-    file.write_line("third")
-    assert file.path.read_text() == "first\nsecond\nthird\n"
-    file.close()
 
 
 class FailingDisk:
@@ -90,9 +82,7 @@ class FailingDisk:
 
 @pytest.mark.parametrize("operation", ["write", "fsync"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_an_error_of_the_disk_costs_an_append_only_file_no_line_and_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, number: int
-) -> None:
+def test_a_disk_error_costs_one_warning(tmp_path: Path, monkeypatch: Any, operation: str, number: int) -> None:
     path, warnings = tmp_path / "lines", []  # type: ignore[var-annotated]
     path.write_bytes(b"before\n")
     file = files.AppendOnlyFile(path, warnings.append)
@@ -112,9 +102,7 @@ def test_an_error_of_the_disk_costs_an_append_only_file_no_line_and_one_warning(
     assert warnings == [warning] * 2
 
 
-def test_an_append_only_file_that_cannot_be_written_at_its_end_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_append_only_file_that_cannot_be_written_at_its_end_is_an_error(tmp_path: Path, monkeypatch: Any) -> None:
     file = files.AppendOnlyFile(tmp_path / "lines")
     FailingDisk(monkeypatch, file.path, "write", *[errno.EIO] * 9)
     file.write_line("lost")
@@ -122,9 +110,7 @@ def test_an_append_only_file_that_cannot_be_written_at_its_end_is_an_error(
         file.close()
 
 
-def test_a_flush_that_fails_removes_nothing_that_another_process_has_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flush_that_fails_removes_nothing_that_another_process_has_written(tmp_path: Path, monkeypatch: Any) -> None:
     file = files.AppendOnlyFile(tmp_path / "lines")
     file.write_line("own")
     with file.path.open("a") as other:
@@ -164,20 +150,15 @@ def at_once(action: Callable[[Path], Any], path: Path) -> List[Any]:
     return [call.result() for call in calls if not isinstance(call.exception(), FileExistsError)]
 
 
-def test_parallel_calls_create_different_folders(tmp_path: Path) -> None:
+def test_parallel_calls_create_different_folders_or_one(tmp_path: Path) -> None:
     created = at_once(create_numbered_folder, tmp_path / "runs" / "now-digits")
     names = {folders[-1].name for folders in created}
     assert names == {"now-digits", *(f"now-digits-{number}" for number in range(2, 21))}
     assert sum(tmp_path / "runs" in folders for folders in created) == 1  # one call created the parent
-
-
-def test_one_of_several_parallel_calls_creates_a_folder(tmp_path: Path) -> None:
     assert len(at_once(create_folder, tmp_path / "a" / "b")) == 1
 
 
-def test_a_parent_that_is_created_before_its_name_is_taken_belongs_to_the_numbered_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parent_created_before_its_name_is_taken_belongs_to_the_folder(tmp_path: Path, monkeypatch: Any) -> None:
     runs, make = tmp_path / "runs", Path.mkdir
 
     def mkdir_after_another_process(path: Path, *arguments: Any) -> None:
@@ -189,14 +170,11 @@ def test_a_parent_that_is_created_before_its_name_is_taken_belongs_to_the_number
     assert create_numbered_folder(runs / "now") == [runs, runs / "now-2"]
 
 
-def test_created_folders_are_removed_unless_they_have_other_files(tmp_path: Path) -> None:
+def test_created_folders_are_removed_unless_they_have_other_files_and_a_file_is_no_folder(tmp_path: Path) -> None:
     created = create_folder(tmp_path / "a" / "b")
     (tmp_path / "a" / "precious").touch()
     remove_empty(created)
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "precious"]
-
-
-def test_a_folder_inside_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         create_folder(tmp_path / "file" / "folder")
@@ -243,17 +221,156 @@ def test_a_folder_that_others_can_rename_is_not_private(tmp_path: Path, monkeypa
     assert make_private(str(path)) == f"{path} is in {above}, which belongs to uid 12345: use another folder"
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 101 + "]" * 101, '{"a": ' * 5_000 + "1" + "}" * 5_000, "[" * 100_000, "[" * 101]
-)
+DEEP = ["[" * 101 + "]" * 101, '{"a": ' * 5_000 + "1" + "}" * 5_000, "[" * 100_000, "[" * 101]
+FLAT = ["[" * 100 + "]" * 100, '["' + "[" * 500 + '"]', r'["\"' + "{" * 500 + '"]', f"[{'[], ' * 500}{{}}]"]
+
+
+@pytest.mark.parametrize("text", [*DEEP, *FLAT])
 def test_json_with_too_many_levels_is_no_json(text: str) -> None:
+    """Brackets in strings and beside each other are no levels."""
     for content in (text, text.encode()):
-        with pytest.raises(ValueError, match="nested too deeply"):
-            files.parse_json(content)
+        if text in FLAT:
+            assert files.parse_json(content) == json.loads(text)
+        else:
+            with pytest.raises(ValueError, match="nested too deeply"):
+                files.parse_json(content)
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 100 + "]" * 100, '["' + "[" * 500 + '"]', r'["\"' + "{" * 500 + '"]', f"[{'[], ' * 500}{{}}]"]
-)
-def test_brackets_in_strings_and_beside_each_other_are_no_levels(text: str) -> None:
-    assert files.parse_json(text) == files.parse_json(text.encode()) == json.loads(text)
+Write = Callable[[Path], Any]
+FAIL: Dict[str, Write] = {
+    "replace_file": lambda folder: files.replace_file(folder / "file", b""),
+    "new_file": lambda folder: files.new_file(folder / "new").__enter__(),
+    "make_folder": lambda folder: files.make_folder(folder / "logs"),
+    "AppendOnlyFile": lambda folder: files.AppendOnlyFile(folder / "lines"),
+    "file_lock": lambda folder: files.file_lock(folder / "lock", 1.0, "").__enter__(),
+    "keep_beginning": lambda folder: files.keep_beginning(folder / "file", 1),
+    "remove_folder": lambda folder: files.remove_folder(folder / "old"),
+    "rename_folder": lambda folder: files.rename_folder(folder / "old", folder / "new"),
+    "the log of a mirror": lambda folder: companion.start_module("os", [], folder / "storage.log"),
+    "storage.json": lambda folder: companion.write_state(folder / "storage.json", MirrorRecord()),
+    "a tracker's memory": lambda folder: companion.write_state(folder / "trackers" / "x.json", TrackerRecord()),
+}
+
+
+@pytest.mark.parametrize("name", FAIL)
+def test_what_writes_fails_below_a_lost_mount_point(name: str, tmp_path: Path) -> None:
+    folder, below = tmp_path / "run", {"file": b"abc", "old/file": b""}
+    folder.mkdir()
+    with files.held(folder):
+        files.replace_file(folder / "file", b"here")
+        folder.rename(tmp_path / "unmounted")
+        (folder / "old").mkdir(parents=True)
+        for path, content in below.items():
+            (folder / path).write_bytes(content)
+        with pytest.raises(OSError, match="not there any more") as caught:
+            FAIL[name](folder)
+        assert caught.value.errno == errno.ESTALE
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert found == below
+    files.replace_file(folder / "file", b"released")
+
+
+def test_states_of_runs_and_launches_and_times_of_logs_are_not_written_there(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(run_state, "_WRITE_INTERVAL_S", 0.0)
+    folder, log = tmp_path / "run", tmp_path / "log"
+    folder.mkdir()
+    log.write_text("a line\n")
+    times = LogTimes(folder / "log")
+    state = run_state.StateFile(folder, RunView(plan_for(tmp_path)))
+    with files.held(folder), state, LaunchFile(folder, ["true"], ["a"]):
+        folder.rename(tmp_path / "unmounted")
+        folder.mkdir()
+        os.link(str(log), str(folder / "log"))
+        times.mark()
+    assert [path.name for path in folder.iterdir()] == ["log"]
+    assert run_state.read(tmp_path / "unmounted") is not None
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "instance-0.log"
+
+
+def test_marks_hold_the_sizes_of_the_log_some_time_apart(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(log_files.time, "monotonic", lambda: clock[0])
+    times = LogTimes(log)
+    times.mark()  # the log does not exist
+    assert not times_file(log).exists()
+    for step, size in enumerate((1, 2, 3, 4, 5, 5, 5, 5, 5, 6, 7, 8, 9)):
+        log.write_bytes(b"x" * size)
+        clock[0] = 100.0 + 0.5 * step
+        times.mark()
+    assert [mark.size_bytes for mark in read_marks(log)] == [1, 5, 9]  # none while it does not grow
+    assert times_file(log).name == "instance-0.times"
+
+
+def test_marks_that_cannot_be_written_or_read_are_left_out(log: Path) -> None:
+    log.write_bytes(b"x")
+    times_file(log).mkdir()
+    LogTimes(log).mark()
+    assert read_marks(log) == []
+    times_file(log).rmdir()
+    times_file(log).write_bytes(b"no mark\n5 10\n7 \n\xff 3\n9 4\n")  # the log was truncated between 5 and 9
+    assert read_marks(log) == [Mark(9.0, 4)]
+
+
+def test_offsets_and_times() -> None:
+    marks = [Mark(10.0, 100), Mark(20.0, 200)]
+    assert [offset_at(marks, at_s) for at_s in (9.0, 10.0, 15.0, 25.0)] == [0, 100, 100, 200]
+    assert [time_of([100, 200], marks, offset) for offset in (1, 100, 101, 200, 201)] == [10.0, 10.0, 20.0, 20.0, None]
+    assert (offset_at([], 5.0), time_of([], [], 5)) == (0, None)
+
+
+def test_the_last_line_of_a_log_is_of_this_process_and_not_blank(log: Path) -> None:
+    last = LastLine(log)
+    assert last.read() is None  # there is no file
+    for content, line in (
+        (b"begun\n  half of", "half of"),  # without its end
+        (b"begun\n  half of it\n 10%\r 20%\r", "20%"),
+        (b"a" * 100_000 + b"\n", "a" * 500),
+        (b"\xff short\n", "\ufffd short"),  # truncated before
+        (b"", None),
+        (b"one\n", "one"),
+    ):
+        log.write_bytes(content)
+        assert last.read() == line
+    log.unlink()
+    assert last.read() is None
+    log.write_text("RuntimeError: of the process before\n")
+    last = LastLine(log)
+    assert last.read() is None
+    with log.open("a") as file:
+        file.write("one\ntwo\n\n  \n")
+    assert (last.read(), last.read()) == ("two", "two")
+    with log.open("a") as file:
+        file.write("\n" * 10_000)
+    assert last.read() == "two"
+    last.forget()
+    assert last.read() is None
+
+
+def test_an_upload_is_read_back_where_the_storage_has_no_checksum(tmp_path: Path) -> None:
+    def garble(operation: str, path: str) -> None:
+        if operation == "close":
+            Path(path).write_bytes(b"garbled")
+
+    with faults(garble), pytest.raises(StorageError, match="another content on the storage"):
+        Store(f"file://{tmp_path}/remote").write_bytes("name", b"1234567")
+
+
+@pytest.mark.parametrize("size", [0, 1, 9, 10, 11, 20, 25])
+def test_checksums_of_objects(size: int) -> None:
+    data = bytes(range(size))
+    digests = Digests(10)
+    for first in range(0, size, 3):
+        digests.add(data[first : first + 3])
+    whole = hashlib.md5(data)
+    parts = [hashlib.md5(data[first : first + 10]).digest() for first in range(0, size, 10)]
+    combined = f"{hashlib.md5(b''.join(parts)).hexdigest()}-{len(parts)}"
+    assert checksum_in({"ETag": f'"{whole.hexdigest().upper()}"'}) in digests.checksums
+    assert checksum_in({"md5Hash": base64.b64encode(whole.digest()).decode()}) in digests.checksums
+    assert checksum_in({"ETag": f'"{combined}"'}) in digests.checksums
+    assert checksum_in({"ETag": '"0-1"'}) not in digests.checksums
+    assert checksum_in({"size": 1}) is None
+    assert digests.sha256 == hashlib.sha256(data).hexdigest()

@@ -47,7 +47,6 @@ pytestmark = [pytest.mark.pod, pytest.mark.skipif(skip_reason() is not None, rea
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all hosts share."""
     return tmp_path_factory.mktemp("shared")
 
 
@@ -78,7 +77,6 @@ def summary(folder: Path) -> Dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_this_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The run folder of the same training, running on this host."""
     folder = tmp_path_factory.mktemp("here")
     with train_here(folder, *TRAINING):
         yield folder / "run"
@@ -89,9 +87,7 @@ def test_doctor_reports_ready(pod: EmulatedPod, shared: Path) -> None:
     assert all(address(host) in output for host in (1, 2, 3))
 
 
-def test_a_run_on_the_pod_has_the_weights_of_a_run_on_one_host(
-    pod: EmulatedPod, shared: Path, on_this_host: Path
-) -> None:
+def test_a_run_on_the_pod_has_the_weights_of_a_run_on_one_host(pod: Any, shared: Path, on_this_host: Path) -> None:
     settings = (
         f"Host HEAD head\n  HostName {address(1)}\n"  # the documented line is for an operator who has such a name
     )
@@ -101,11 +97,8 @@ def test_a_run_on_the_pod_has_the_weights_of_a_run_on_one_host(
         operate(pod, shared, "ssh HEAD", within_s=300)
     finally:
         pod.run("on", "1", "rm", "/root/raypod/venv")
-    files = {
-        name: pod.run("on", "1", "bash", "-c", f"cat ~/raypod/source/runs/*/{name}.json")
-        for name in ("plan", "summary")
-    }
-    plan, ours = json.loads(files["plan"]), json.loads(files["summary"])
+    read = "cat ~/raypod/source/runs/*/{}.json"
+    plan, ours = (json.loads(pod.run("on", "1", "bash", "-c", read.format(name))) for name in ("plan", "summary"))
     assert ours["test_accuracy"] >= 95
     assert [plan["instances"][k]["host"] for k in range(HOSTS)] == [address(1), address(2), address(3)]
     assert wait_until((on_this_host / "summary.json").is_file, 200)
@@ -189,18 +182,15 @@ class LongRun:
         assert wait_until(lambda: self.updates() > before + 5, 60), f"{output}\n{self.output()}"
 
     def state(self) -> RunState:
-        """Return the state file of the run."""
         found = run_state.read(self.folder)
         assert found is not None
         return found
 
     def updates(self) -> int:
-        """Return the number of updates in metrics.jsonl."""
         path = self.folder / "metrics.jsonl"
         return path.read_text().count("\n") if path.is_file() else 0
 
     def output(self) -> str:
-        """Return the log of the run."""
         return log_of(self.folder).read_text()
 
     def reports_lost(self, host: str, since: int) -> bool:
@@ -208,7 +198,6 @@ class LongRun:
         return wait_until(lambda: f"on host {host} is lost" in self.output()[since:], NOTICED_WITHIN_S)
 
     def recovers(self, restarts: int) -> bool:
-        """Return whether the run makes progress after this number of repairs."""
         repaired = wait_until(lambda: self.state().restarts == restarts, 90)
         before = self.updates()
         return repaired and wait_until(lambda: self.updates() > before + 5, 60)
@@ -216,12 +205,10 @@ class LongRun:
 
 @pytest.fixture(scope="module")
 def long_run(pod: EmulatedPod, shared: Path) -> LongRun:
-    """The run of all following tests; it ends with the pod."""
     return LongRun(pod, shared)
 
 
 def listening(pod: EmulatedPod) -> List[str]:
-    """Return ADDRESS:PORT of every port that is open to other hosts, except sshd."""
     return [f"{address(host)}:{port}" for host in range(1, HOSTS + 1) for port in pod.listening(host) if port != 22]
 
 
@@ -247,29 +234,18 @@ def test_every_port_refuses_requests_without_the_token(pod: EmulatedPod, shared:
     assert long_run.state().state == run_state.RUNNING
 
 
-def test_a_run_continues_after_a_host_loses_power(pod: EmulatedPod, long_run: LongRun) -> None:
+@pytest.mark.parametrize(("fault", "host", "repair"), [("kill", 3, "boot"), ("cut", 2, "mend")])
+def test_a_run_continues_after_lost_hosts(pod: Any, long_run: Any, fault: str, host: int, repair: str) -> None:
     seen = len(long_run.output())
-    pod.run("kill", "3")
+    pod.run(fault, str(host))
     try:
-        assert long_run.reports_lost(address(3), seen), long_run.output()
-        assert long_run.recovers(restarts=1), long_run.output()
+        assert long_run.reports_lost(address(host), seen), long_run.output()
+        assert long_run.recovers(restarts=1 if fault == "kill" else 2), long_run.output()
     finally:
-        pod.run("boot", "3")
+        pod.run(repair, str(host))
 
 
-def test_a_run_continues_after_a_host_loses_its_network(pod: EmulatedPod, long_run: LongRun) -> None:
-    seen = len(long_run.output())
-    pod.run("cut", "2")
-    try:
-        assert long_run.reports_lost(address(2), seen), long_run.output()
-        assert long_run.recovers(restarts=2), long_run.output()
-    finally:
-        pod.run("mend", "2")
-
-
-def test_the_same_command_resumes_a_run_whose_coordinator_was_killed(
-    pod: EmulatedPod, shared: Path, long_run: LongRun
-) -> None:
+def test_the_same_command_resumes_a_run_whose_coordinator_was_killed(pod: Any, shared: Path, long_run: Any) -> None:
     status = f"cd {ROOT} && python -m raypod status --cluster {shared}/{CLUSTER} {long_run.folder}"
     assert "restarts  2" in pod.run("op", "bash", "-c", status)
     pod.run("on", "1", "kill", "-9", str(long_run.state().pid))
@@ -278,9 +254,7 @@ def test_the_same_command_resumes_a_run_whose_coordinator_was_killed(
     assert "from update" in long_run.output()
 
 
-def test_faults_change_neither_data_nor_weights(
-    pod: EmulatedPod, shared: Path, long_run: LongRun, tmp_path: Path
-) -> None:
+def test_faults_change_neither_data_nor_weights(pod: Any, shared: Path, long_run: Any, tmp_path: Path) -> None:
     stop = f"cd {ROOT} && python -m raypod stop --cluster {shared}/{CLUSTER} {long_run.folder}"
     assert "interrupted after update" in pod.run("op", "bash", "-c", stop)
     unproved = [line for line in verify_data.verify(long_run.folder).lines if "NOT PROVED" in line]
@@ -299,14 +273,11 @@ def test_faults_change_neither_data_nor_weights(
 
 
 def newest_copy(pod: EmulatedPod, host: int) -> int:
-    """Return the update of the newest copy of a checkpoint on a host; 0 for none."""
     names = pod.run("on", str(host), "bash", "-c", "cd ~/.raypod/copies/copied-*/ && ls -d */run.json", check=False)
     return max((int(update) for update in re.findall(r"(?m)^\d{6}-(\d{8})/run.json$", names)), default=0)
 
 
-def test_a_run_continues_on_a_new_head_after_the_loss_of_the_disk_of_the_head(
-    pod: EmulatedPod, shared: Path, tmp_path: Path
-) -> None:
+def test_a_run_continues_on_a_new_head_after_the_loss_of_the_old_disk(pod: Any, shared: Path, tmp_path: Path) -> None:
     """The copy is on host 2; the new head is host 3."""
     folder = "/root/copied"  # on no shared disk
     flags = ["--num-instances", "2", "--replicas", "4", "--device", "emulated", *LongRun.flags]

@@ -31,7 +31,6 @@ pytestmark = [pytest.mark.pod, pytest.mark.skipif(_skip_reason() is not None, re
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all hosts share, with the operator's sources."""
     folder = tmp_path_factory.mktemp("shared")
     copy_source(folder, HOSTS)
     return folder
@@ -67,8 +66,7 @@ def test_a_training_with_horovod_has_the_weights_of_one_without(pod: EmulatedPod
 def test_the_seeding_benchmark_runs_with_horovod() -> None:
     command = [PYTHON, str(ROOT / "scripts" / "bench_seeding.py"), "--hosts", "2", "--large-hosts"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "--rounds", "1"], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    options = {"capture_output": True, "text": True, "timeout": 200}
+    done = subprocess.run([*command, "--rounds", "1"], env=environment, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "hvd: the installed Horovod" in done.stdout

@@ -1,4 +1,4 @@
-"""The dashboard over HTTP and in Chromium: the token, live updates, a selection of runs; its command."""
+"""The dashboard over HTTP and in Chromium, its command, and the list of runs in a folder."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
-import socket
 import threading
 from pathlib import Path
-from typing import Any, Iterator, Tuple
+from typing import Any, Dict, Iterator, List, Tuple
 
 import pytest
 
 from raypod.__main__ import main
 from raypod.observe.dashboard import command
+from raypod.observe.dashboard import command as module
 from raypod.observe.dashboard.command import RunsFolder
 from raypod.observe.status.token_server import TokenServer
 from tests.support.bounded import wait_until
@@ -26,7 +27,6 @@ from tests.support.dashboard_folders import Run
 
 @pytest.fixture
 def live(tmp_path: Path) -> Run:
-    """A run that is alive."""
     return Run(tmp_path / "runs" / "a", 3)
 
 
@@ -54,16 +54,13 @@ def get_json(server: TokenServer, path: str) -> Any:
 
 
 def test_other_requests_get_nothing(server: TokenServer) -> None:
-    """`tests/observe/status/test_token_server.py` tests all paths and methods."""
+    """`tests/observe/status/test_endpoint.py` tests all paths and methods."""
     status, kind, body = get(server, "/", signed=False)
     assert (status, kind) == (401, "text/html; charset=utf-8")
     assert "open the address that" in body
     for path in ("/a", "/a/metrics.jsonl", "/../../etc/passwd", "/%2e%2e/secret", "/run?name=../secret", "/run"):
-        assert (get(server, path)[0], get(server, path, signed=False)[0], get(server, path, "POST")[0]) == (
-            404,
-            401,
-            405,
-        )
+        answers = [get(server, path), get(server, path, signed=False), get(server, path, "POST")]
+        assert [answer[0] for answer in answers] == [404, 401, 405]
 
 
 def test_the_page_and_the_data(server: TokenServer, tmp_path: Path) -> None:
@@ -99,25 +96,6 @@ def test_the_command_prints_one_line_and_ends_by_ctrl_c(live: Run, tmp_path: Pat
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_mistake_is_one_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        for flags, message in (
-            ([], "dashboard runs: the folder does not exist"),
-            (["missing"], "dashboard missing: the folder does not exist; give the folder that holds the runs"),
-            (["file"], "dashboard file: is not a folder; give the folder that holds the runs"),
-            ([".", "--port", "70000"], "--port 70000: must be a port number"),
-            ([".", "--port", "x"], "--port x: must be a port number"),
-            ([".", "--port", port], f"--port {port}: Address already in use; choose another port"),
-            ([".", "--open"], "unknown flag --open"),
-        ):
-            assert main(["dashboard", *flags]) == 2
-            out, err = capsys.readouterr()
-            assert (out, len(err.splitlines()), message in err) == ("", 1, True), err
-
-
 SELECTED = "raypodReport.runs.map((run) => run.name).sort().join()"
 POINTS = "raypodReport.runs.length ? raypodReport.runs[0].curves.rows.length : 0"
 LISTED = "[...document.querySelectorAll('#runs-list li')].map((item) => item.dataset.name)"
@@ -125,7 +103,6 @@ LISTED = "[...document.querySelectorAll('#runs-list li')].map((item) => item.dat
 
 @pytest.fixture
 def done(live: Run) -> Run:
-    """A run that is done, beside the one that is alive."""
     run = Run(live.path.with_name("done"), 3)
     run.state("done", 0)
     return run
@@ -144,14 +121,12 @@ def test_a_run_is_shown_live_compared_and_followed(chromium: Any, server: TokenS
         tab.wait_for(f"{POINTS} === 12")
         tab.wait_for("document.querySelector('#runs-list [data-name=a]').textContent.includes('12 of 1000')")
         tab.wait_for("raypodReport.charts.get('curve:loss').getOption().series[0].data.length === 12")
-
         tab.run("document.querySelector('#runs-list [data-name=done] input').click()")
         tab.wait_for(f"{SELECTED} === 'a,done'")
         assert tab.run("raypodReport.charts.get('curve:loss').getOption().series.length") >= 2
         tab.run("document.querySelector('#runs-follow input').click()")
         Run(live.path.with_name("new"), 1)
         tab.wait_for(f"{SELECTED} === 'a,done,new' && {LISTED}.length === 3")
-
         tab.run("Object.assign(document.querySelector('#runs-filter input'), {value: 'DON'})")
         tab.run("document.querySelector('#runs-filter input').dispatchEvent(new Event('input'))")
         assert tab.run(LISTED) == ["done"]
@@ -216,3 +191,88 @@ def test_it_fits_a_phone_and_shows_the_end_of_the_server(chromium: Any, server: 
             assert tab.run("document.documentElement.scrollWidth") <= width
         server.close()
         tab.wait_for("document.querySelector('#runs-state').textContent.startsWith('No answer')", 60)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four runs, and things that are no runs."""
+    found = tmp_path / "runs"
+    Run(found / "old", 1).state("failed", exit_code=1)
+    Run(found / "done", 3).state("done", exit_code=0)
+    Run(found / "alive", 2)
+    Run(found / "killed").state("running", ticks=1)
+    Run(tmp_path / "secret", 1)
+    (found / "empty").mkdir()
+    (found / "file").write_text("")
+    return found
+
+
+def states(runs: RunsFolder) -> Dict[str, str]:
+    return {run["name"]: run["state"] for run in runs.list()}
+
+
+def test_the_list_begins_with_what_is_alive_then_with_the_newest_and_follows_changes(folder: Path) -> None:
+    runs = RunsFolder(folder)
+    expected = [("alive", "running"), ("done", "done"), ("old", "failed"), ("killed", "died")]
+    assert list(states(runs).items()) == expected
+    first = runs.list()[0]
+    assert {**first, "loss": 0.5, "restarts": 1, "total_updates": 1000, "samples_per_s": 80.0} == first
+    Run(folder / "new", 5)
+    (folder / "old" / "state.json").unlink()
+    shutil.rmtree(str(folder / "done"))
+    assert states(runs) == {"new": "running", "alive": "running", "killed": "died", "old": "unknown"}
+
+
+def test_unchanged_runs_are_not_read_again_and_few_are_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, read, names = RunsFolder(folder), module.run_state.read, []  # type: ignore[var-annotated]
+    monkeypatch.setattr(module.run_state, "read", lambda path: names.append(path.name) or read(path))
+    for _ in range(2):
+        runs.list()
+        assert [name for name in names if name in ("done", "old")] == ["done", "old"]
+    monkeypatch.setattr(module, "_MAX_READERS", 2)
+    runs = RunsFolder(folder)
+    for name in ("done", "old", "done", "alive"):
+        assert runs.data(name, 100, "") is not None
+    assert list(runs._readers) == ["done", "alive"]
+    runs = RunsFolder(folder / "done")
+    assert states(runs) == {"done": "done"}
+    assert runs.data("done", 100, "") is not None
+
+
+def test_links_and_pipes_are_not_followed_and_a_name_is_no_path(folder: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    (folder / "linked").symlink_to(secret, target_is_directory=True)
+    for name in ("metrics.jsonl", "state.json", "config.yaml"):
+        file = Run(folder / f"with-{name}").path / name
+        if file.exists():
+            file.unlink()
+        file.symlink_to(secret / "metrics.jsonl")
+    os.mkfifo(Run(folder / "with-pipe").path / "events.jsonl")
+    runs = RunsFolder(folder)
+    assert set(states(runs)) == {"alive", "done", "old", "killed"}
+    names = ["linked", "with-metrics.jsonl", "with-pipe", "", ".", "..", "../secret", str(secret), "done/", "\0"]
+    names += ["done/../old", "empty", "file"]
+    assert [name for name in names if runs.data(name, 100, "") is not None] == []
+    assert runs.data("alive", 100, "") is not None
+    (folder / "alive" / "events.jsonl").symlink_to(secret / "metrics.jsonl")
+    assert runs.data("alive", 100, "") is None
+
+
+def losses(data: Any) -> List[float]:
+    return [row[data["curves"]["columns"].index("loss")] for row in data["curves"]["rows"]]
+
+
+def test_data_has_a_version_and_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOVING_S", 1e12)
+    run = Run(tmp_path / "runs" / "a", 2)
+    runs: Any = RunsFolder(tmp_path / "runs")
+    first = runs.data("a", 100, "")
+    assert losses(first.data) == [1.0, 0.5]
+    assert runs.data("a", 100, first.word) == (first.word, None)
+    run.train(2)
+    second = runs.data("a", 100, first.word)
+    assert (len(losses(second.data)), second.data["state"]) == (4, "running")
+    run.state("done", exit_code=0)
+    third = runs.data("a", 100, second.word)
+    assert third.data["state"] == "done"
+    assert RunsFolder(tmp_path / "runs").data("a", 100, third.word) != third  # the versions of another server differ

@@ -41,8 +41,7 @@ def test_untrusted_text_is_escaped(tmp_path: Path) -> None:
     data = {**data_of(tmp_path / "run"), "name": UNTRUSTED, "message": "a & b \u2028"}
     text = page.render([data], title=UNTRUSTED)
     assert UNTRUSTED not in text
-    assert embedded(text) == [data]
-    assert text.count("</script>") == 3
+    assert (embedded(text), text.count("</script>")) == ([data], 3)
     assert "http-equiv" in text
     assert "unsafe-eval" not in text
 
@@ -85,26 +84,6 @@ def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: Any, capsys: A
     assert capsys.readouterr().out.splitlines()[0].startswith(f"Report: {tmp_path / 'one' / 'report.html'}")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["missing"], "missing does not exist"),
-        (["."], "is no run folder"),
-        ([], "the following arguments are required"),
-        (["one", "--output", "."], "is a folder"),
-        (["one", "--output", ""], "--output is empty; name a file"),
-        (["one", "--output", "none/report.html"], "cannot write none/report.html"),
-    ],
-)
-def test_a_wrong_command_is_one_line(tmp_path: Path, monkeypatch: Any, capsys: Any, words: Any, message: str) -> None:
-    write_run(tmp_path / "one")
-    monkeypatch.chdir(tmp_path)
-    assert __main__.main(["report", *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert not list(tmp_path.glob("**/*.html*"))
-
-
 @pytest.fixture
 def tab(chromium: Any, request: Any) -> Iterator[Page]:
     """A page of the size and scheme that the test has as a parameter; it must have no errors at its end."""
@@ -119,7 +98,7 @@ def opened(tab: Page, text: str, folder: Path) -> None:
     tab.wait_for("window.raypodReport && raypodReport.ready")
 
 
-def test_curves_have_the_points_of_the_metrics(tmp_path: Path, tab: Page) -> None:
+def test_curves_have_the_points_of_the_metrics_and_runs_with_few_files_are_drawn(tmp_path: Path, tab: Page) -> None:
     lines = write_run(tmp_path / "run")
     opened(tab, page.render([data_of(tmp_path / "run")]), tmp_path)
     training, evaluation = tab.run(SERIES)
@@ -133,10 +112,6 @@ def test_curves_have_the_points_of_the_metrics(tmp_path: Path, tab: Page) -> Non
     assert {"loss, last update", "loss, evaluation"} <= set(tiles)
     assert tab.run("document.querySelector('#instances').innerText").count("slow") >= 2
     assert tab.requests == [(tmp_path / "page.html").as_uri()]
-
-
-def test_runs_with_few_files_are_drawn(tmp_path: Path, tab: Page) -> None:
-    write_run(tmp_path / "run")
     opened(tab, page.render([{**data_of(tmp_path / "run"), "summary": None}]), tmp_path)
     rows = tab.run("[...document.querySelectorAll('#environment tr')].map((row) => row.innerText)")
     assert any(row.split() == ["last", "checkpoint", "update-00000020"] for row in rows)

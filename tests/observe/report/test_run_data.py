@@ -1,4 +1,4 @@
-"""The data of a report: rows kept of long runs, what is read again, the timeline, the calls of instances."""
+"""The data of a report: rows, timeline and calls of a run; `raypod compare` and its results."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import dataclasses
 import json
 import math
 import random
+import shlex
 import socket
 from pathlib import Path
 from typing import Any, List
 
 import pytest
 
+from raypod.__main__ import main
 from raypod.errors import ConfigError
 from raypod.observe.dashboard.command import RunsFolder
+from raypod.observe.report import compare
 from raypod.observe.report.curves import MAX_ROWS, Row, decimate
-from raypod.observe.report.run_data import RunReader
+from raypod.observe.report.run_data import RunReader, differing_settings, results_of
 from raypod.observe.report.timeline import CallWindows, Starts, Timeline
 from raypod.runs import lease
 from raypod.runs.upload import remote_run
@@ -66,7 +69,7 @@ def read(folder: Path) -> RunReader:
     return reader
 
 
-def test_a_short_run_has_every_point(tmp_path: Path) -> None:
+def test_a_run_has_every_point_and_its_timeline(tmp_path: Path) -> None:
     lines = write_run(tmp_path / "run")
     data = read(tmp_path / "run").data()
     assert data["curves"]["columns"][:5] == ["update", "samples", "time_s", "loss", "accuracy"]
@@ -79,8 +82,20 @@ def test_a_short_run_has_every_point(tmp_path: Path) -> None:
     assert data["versions"]["torch"] == {"2.13.0": [0, 1]}
     pipeline = data["plan"]["pipeline"]
     assert (pipeline["stages"], pipeline["ipus"]) == (["the input", "block2", "head"], [0, 1, 0])
-    assert pipeline["cycles"] == 8 + 2 * 3 - 2 + 1
-    assert json.loads(strict_json(data)) == data
+    assert (pipeline["cycles"], json.loads(strict_json(data))) == (8 + 2 * 3 - 2 + 1, data)
+    timeline = data["timeline"]
+    generations = [(each["cause"], each["generation"]) for each in timeline["generations"]]
+    assert generations == [("started", 1), ("repaired", 2)]
+    assert [(row, phase, begin, end) for row, phase, begin, end, _ in timeline["spans"]] == [
+        *((0, "starting", 0.0, 5.0), (0, "training", 5.0, 16.0), (0, "repairing", 16.0, 18.0)),
+        (1, "training", 18.0, 28.0),
+    ]
+    kinds = [mark[0] for mark in timeline["marks"]]
+    assert kinds == ["checkpoint_saved", "evaluation_done", "instance_lost", "repaired", "run_ended"]
+    assert timeline["marks"][0][-1].endswith(f"20 after update 20, weights {6 * 'ab'}, written in 0.5 s")
+    assert timeline["marks"][3][-1].startswith("instance 1 on host-c, from instance 0; continues after update 30")
+    assert timeline["phase_s"] == {"starting": 5.0, "training": 21.0, "repairing": 2.0}
+    assert data["instances"][1]["lost"] == 1
 
 
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:
@@ -161,9 +176,7 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
         RunReader(tmp_path / "missing")
 
 
-def test_a_run_whose_coordinator_died_on_another_host_has_died_there_and_in_the_dashboard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_coordinator_died_elsewhere_has_died_in_the_dashboard(tmp_path: Path, monkeypatch: Any) -> None:
     folder = tmp_path / "run"
     write_run(folder)
     state = {"pid": 1, "started_ticks": 0, "host": "elsewhere", "state": "running", "update": 9, "total_updates": 99}
@@ -196,25 +209,7 @@ def timeline_of(*events: Any) -> Any:
     return timeline.data()
 
 
-def test_the_timeline_has_generations_phases_and_marks(tmp_path: Path) -> None:
-    write_run(tmp_path / "run")
-    reader = read(tmp_path / "run")
-    timeline = reader.data()["timeline"]
-    generations = [(each["cause"], each["generation"]) for each in timeline["generations"]]
-    assert generations == [("started", 1), ("repaired", 2)]
-    assert [(row, phase, begin, end) for row, phase, begin, end, _ in timeline["spans"]] == [
-        *((0, "starting", 0.0, 5.0), (0, "training", 5.0, 16.0), (0, "repairing", 16.0, 18.0)),
-        (1, "training", 18.0, 28.0),
-    ]
-    kinds = [mark[0] for mark in timeline["marks"]]
-    assert kinds == ["checkpoint_saved", "evaluation_done", "instance_lost", "repaired", "run_ended"]
-    assert timeline["marks"][0][-1].endswith(f"20 after update 20, weights {6 * 'ab'}, written in 0.5 s")
-    assert timeline["marks"][3][-1].startswith("instance 1 on host-c, from instance 0; continues after update 30")
-    assert timeline["phase_s"] == {"starting": 5.0, "training": 21.0, "repairing": 2.0}
-    assert reader.data()["instances"][1]["lost"] == 1
-
-
-def test_the_pause_between_two_processes_is_left_out() -> None:
+def test_the_pause_between_two_processes_is_left_out_and_sums_of_many_events_are_kept() -> None:
     data = timeline_of(
         event(0, "process_started"),
         event(10, "process_interrupted", message="", exit_code=130),
@@ -224,9 +219,6 @@ def test_the_pause_between_two_processes_is_left_out() -> None:
     )
     assert (data["end_s"], data["gaps"]) == (19.0, [[10.0, 99_990.0]])
     assert [each["cause"] for each in data["generations"]] == ["started", "resumed"]
-
-
-def test_a_timeline_of_many_events_is_bounded_and_keeps_the_sums() -> None:
     events = [event(0, "process_started")]
     for number in range(20_000):
         events.append(event(number, "phase_begun", phase=("training", "saving")[number % 2], update=number))
@@ -238,7 +230,7 @@ def test_a_timeline_of_many_events_is_bounded_and_keeps_the_sums() -> None:
     assert data["phase_s"] == {"starting": 0.0, "training": 10_000.0, "saving": 10_000.0}
 
 
-def test_steps_inside_the_instances_follow_the_step_that_contains_them() -> None:
+def test_steps_and_windows_of_the_instances_keep_their_order_and_stragglers() -> None:
     starts = Starts()
     seconds = {"start or join Ray": 3.0, "start the instances": 2.0, "meet": 0.1, "in the instances: load data": 1.0}
     starts.handle(event(0, "process_started", raypod="0.1.0"))
@@ -246,14 +238,10 @@ def test_steps_inside_the_instances_follow_the_step_that_contains_them() -> None
     (start,) = starts.starts
     names = ["start or join Ray", "start the instances", "in the instances: load data", "meet"]
     assert ([name for name, _ in start["steps"]], start["total_s"]) == (names, 6.0)
-
-
-def test_windows_of_calls_are_joined_and_stragglers_stay() -> None:
     windows = CallWindows()
     for number in range(5000):
         windows.handle(call_times(10.0 * number, 100 * number, 100, [0.01, 0.01, 0.01, 0.02]), 10.0 * number)
     data = windows.data()
-    assert data is not None
     assert len(data["end_s"]) * 4 <= 9000
     assert sum(data["calls"]) == 500_000
     slow = data["totals"][3]
@@ -269,3 +257,71 @@ def test_a_killed_run_has_the_updates_of_its_metrics(tmp_path: Path) -> None:
     reader = read(tmp_path)
     assert (reader.data()["state"], reader.data()["update"]) == ("died", 30)
     assert not reader.refresh()
+
+
+def two_runs(folder: Path) -> List[str]:
+    for name, rate in (("a", 0.1), ("b", 0.2)):
+        write_run(folder / name, updates=3, learning_rate=rate)
+        losses = [3.0, 1.0, 2.0] if name == "a" else [3.0, 2.0, 0.5]
+        write_lines(folder / name / "metrics.jsonl", [update_record(at, loss) for at, loss in enumerate(losses, 1)])
+    tests = [{"samples": 9, "f1": 0.5 - 0.1 * at, "accuracy": 80.0 + at, "update": at, "epoch": 1} for at in (1, 2)]
+    write_lines(folder / "b" / "evaluations.jsonl", tests)
+    plan = json.loads((folder / "b" / "plan.json").read_text())
+    (folder / "b" / "plan.json").write_text(json.dumps({**plan, "metrics": {"f1": "higher"}}))
+    return [str(folder / "a"), str(folder / "b")]
+
+
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_a_folder_of_runs_is_named(command: str, tmp_path: Path, capsys: Any) -> None:
+    two_runs(tmp_path)
+    assert main([command, str(tmp_path)]) == 2
+    assert f"it contains 2 runs: name them, as in {tmp_path}/*" in capsys.readouterr().err
+
+
+def test_the_table_has_the_settings_that_differ_and_the_results(tmp_path: Path, capsys: Any) -> None:
+    assert main(["compare", *two_runs(tmp_path)]) == 0
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    table = {row[0].strip(): [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}
+    assert (table[""], table["training.learning_rate"]) == (["a", "b"], ["0.1", "0.2"])
+    assert "training.execution" not in table
+    assert table["training loss, best"] == ["1 (update 2)", "0.5 (update 3)"]
+    assert table["training loss, last"] == ["2", "0.5"]
+    assert table["test accuracy, best"] == ["80 (update 20)", "82 (update 2)"]
+    assert table["test f1, best"] == ["-", "0.4 (update 1)"]
+    assert table["test f1, last"] == ["-", "0.3"]
+
+
+def test_a_terminal_gets_as_many_tables_as_the_runs_need(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    runs = two_runs(tmp_path)
+    monkeypatch.setattr(compare, "width_of", lambda stream: 48)
+    assert main(["compare", *runs]) == 0
+    tables = [table.splitlines() for table in capsys.readouterr().out.split("\n\n")]
+    assert [table[0].split() for table in tables] == [["a"], ["b"]]
+    assert len(tables[0]) == len(tables[1]) > 5
+    assert max(len(line) for table in tables for line in table) <= 48
+    monkeypatch.setattr(compare, "width_of", lambda stream: 100)
+    assert main(["compare", *runs]) == 0
+    assert "\n\n" not in capsys.readouterr().out
+
+
+def test_more_than_five_runs_have_the_command_of_their_coordinates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = [f"run {number}" for number in range(6)]
+    for name in names:
+        write_run(tmp_path / name, updates=3)
+    assert main(["compare", *names[:5]]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["compare", *names]) == 0
+    label, command = capsys.readouterr().err.split(": raypod ")
+    assert label == "parallel coordinates of these runs"
+    assert main(shlex.split(command)) == 0
+    assert "parallelAxis" in (tmp_path / "compare.html").read_text()
+
+
+def test_a_metric_of_unknown_direction_has_no_best_and_paths_do_not_differ() -> None:
+    table = {"columns": ["update", "samples", "time_s", "own"], "rows": [[1, 8, 1.0, 5.0], [2, 16, 2.0, float("nan")]]}
+    (result, _) = results_of(table, table, ["own"], {})
+    assert result == {"name": "own", "split": "training", "last": 5.0, "best": None, "update": None}
+    assert differing_settings([{"run.run_dir": "a", "x": 1}, {"run.run_dir": "b", "x": 1, "y": 2}]) == ["y"]

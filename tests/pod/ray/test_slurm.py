@@ -78,8 +78,6 @@ def free_port() -> int:
 
 
 class Job:
-    """A job in the current folder: the batch script, with the steps of a fake Slurm."""
-
     def __init__(self, folder: Path, temporary: str, python: str, *flags: str) -> None:
         find = [sys.executable, "-c", "import ray; print(ray.util.get_node_ip_address())"]  # it changes the environment
         own = subprocess.run(find, capture_output=True, text=True, timeout=COMMAND_S, check=True).stdout.strip()
@@ -89,28 +87,16 @@ class Job:
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("without-ray", PYTHON)):
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
-        variables = {
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": "node[1-2]",
-            "SLURM_JOB_NUM_NODES": "2",
-            "FAKE_NODES": f"{own},{SECOND_NODE}",
-            "RAYPOD_RUN_DIR": str(self.run),
-            "RAYPOD_PYTHON": python or str(programs / "without-ray"),
-            "RAYPOD_RAY_PORT": str(free_port()),
-            "RAYPOD_START_S": str(int(COMMAND_S)),
-            "RAY_TMPDIR": temporary,
-            "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
-            "PYTHONPATH": os.pathsep.join([str(folder), str(SCRIPT.parents[1])]),
-        }
+        variables = {f"SLURM_JOB_{name}": value for name, value in (("ID", "7"), ("NODELIST", "node[1-2]"))}
+        variables.update(SLURM_JOB_NUM_NODES="2", FAKE_NODES=f"{own},{SECOND_NODE}", RAY_TMPDIR=temporary)
+        settings = {"RUN_DIR": str(self.run), "PYTHON": python or str(programs / "without-ray")}
+        settings.update(RAY_PORT=str(free_port()), START_S=str(int(COMMAND_S)))
+        variables.update({f"RAYPOD_{name}": value for name, value in settings.items()})
+        variables["PATH"] = os.pathsep.join([str(programs), os.environ["PATH"]])
+        variables["PYTHONPATH"] = os.pathsep.join([str(folder), str(SCRIPT.parents[1])])
         self._out = (folder / "out").open("a+")
-        self.process = subprocess.Popen(
-            ["bash", str(SCRIPT), *flags],
-            cwd=folder,
-            env={**os.environ, **variables},
-            stdout=self._out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        options: Any = {"cwd": folder, "stdout": self._out, "stderr": subprocess.STDOUT, "start_new_session": True}
+        self.process = subprocess.Popen(["bash", str(SCRIPT), *flags], env={**os.environ, **variables}, **options)
 
     @property
     def output(self) -> str:
@@ -157,7 +143,7 @@ def test_the_script_is_valid() -> None:
     assert os.access(SCRIPT, os.X_OK)
 
 
-def test_a_job_that_is_preempted_is_queued_again_and_completes_the_run(
+def test_a_preempted_job_is_queued_again_and_completes_the_run(
     start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "steady").touch()
@@ -170,7 +156,6 @@ def test_a_job_that_is_preempted_is_queued_again_and_completes_the_run(
     assert job.process.wait(COMMAND_S) == CODE, job.output
     assert not psutil.wait_procs(processes, timeout=GONE_WITHIN_S)[1]
     state = run_state.read(job.run)
-    assert state is not None
     assert (state.state, state.exit_code) == (run_state.PREEMPTED, CODE)
     assert 4 < state.update < UPDATES
     assert (tmp_path / "requeued").read_text() == "7\n"
@@ -203,9 +188,7 @@ def test_a_folder_of_ray_that_other_users_can_use_ends_the_job(tmp_path: Path) -
     assert not list(folder.iterdir())
 
 
-def test_a_wrong_flag_ends_the_job_with_its_line_and_without_a_requeue(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
+def test_a_wrong_flag_ends_the_job_without_a_requeue(start: Any, tmp_path: Path) -> None:
     job = start("", "--batch-sice", "8")
     assert job.process.wait(COMMAND_S) == 2, job.output
     assert "unknown flag --batch-sice; did you mean --batch-size" in job.output

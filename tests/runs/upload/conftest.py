@@ -15,7 +15,6 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def remote(tmp_path: Path) -> Path:
-    """The folder at the URL."""
     return tmp_path / "remote"
 
 

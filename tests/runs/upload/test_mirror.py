@@ -1,8 +1,9 @@
-"""The coordinator's side of the mirror: it starts the process, tells it about checkpoints, warns once, and ends it."""
+"""The coordinator's side of the mirror, and the process that mirrors a run folder."""
 
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
@@ -18,6 +19,17 @@ from raypod.runs.upload.mirror_record import MirrorRecord
 from raypod.system import companion
 from raypod.system.companion import NOT_AGAIN, write_state
 from tests.support.companions import FakeProcesses
+from tests.support.mirrored_runs import (
+    announce,
+    different_files,
+    finish,
+    mirroring,
+    reached,
+    save,
+    verified,
+    write_run,
+)
+from tests.support.storage_servers import SECRET
 
 TRAINS = UpdateDone(1, 1, {"loss": 1.0}, 8, 1.0, 1.0)
 IDLE = PhaseBegun("training", 0)
@@ -155,3 +167,30 @@ def test_a_process_that_cannot_be_started_is_a_warning(mirrored: Make, monkeypat
         run.mirror.on_event(CheckpointSaved(4, "checkpoints/update-00000004", "0"))
     (warning,) = run.warnings
     assert "cannot be used: its process cannot be started: Resource temporarily unavailable" in warning
+
+
+def test_the_process_uploads_what_it_is_told_and_ends_with_its_input(processes: None, url: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a run")
+    first = save(run, 1)
+    with mirroring(run, url) as process:
+        assert reached(run, 1)
+        second = save(run, 2)
+        announce(process, second)
+        assert reached(run, 2)
+        assert finish(process) == 0
+    assert mirror_record.read(run).is_complete
+    assert verified(url, "a run", tmp_path / "copy") == [first, second]
+    assert not different_files(run, tmp_path / "copy")
+
+
+def test_a_process_that_cannot_upload_shows_no_secret(processes: None, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("MY_API_TOKEN", SECRET)
+    (tmp_path / SECRET).touch()  # no folder
+    run = write_run(tmp_path / "run")
+    with mirroring(run, f"file://{tmp_path}/{SECRET}", "--timeout-s=3") as process:
+        assert finish(process) == -signal.SIGKILL
+    found = mirror_record.read(run)
+    assert "***" in found.error
+    assert (found.place, found.is_complete) == ("", False)
+    assert "***" in (run / "logs" / "storage.log").read_text()
+    assert not [path for path in run.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]

@@ -1,19 +1,24 @@
-"""Runs that resume from a storage into a new folder, and commands that read a run there."""
+"""Runs that resume from a storage into a new folder, commands that read a run there, and URLs of storages."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
-from typing import Callable, List
+from typing import Any, Callable, List
 
 import pytest
 
 from raypod import train
 from raypod.__main__ import main
 from raypod.api import training
-from raypod.errors import ClusterError, RunError
+from raypod.errors import ClusterError, ConfigError, RunError
+from raypod.system.remote import backends
+from raypod.system.remote.errors import describe
+from raypod.system.urls import check_url, check_words, is_url, run_url
 from tests.support.mirrored_runs import FLAGS, mirror, summary_of
+from tests.support.storage_servers import SECRET
 
 NEWEST = "update-00000004"
 
@@ -46,9 +51,7 @@ def resume(stored: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> C
     return run
 
 
-def test_commands_read_a_run_on_a_storage(
-    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_read_a_run_that_is_on_a_storage(stored: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["verify-data", f"file://{stored}"]) == 0
     assert "proved: 4 updates" in capfd.readouterr().out
@@ -58,9 +61,6 @@ def test_commands_read_a_run_on_a_storage(
     result = json.loads(Path("result.json").read_text())
     assert result["accuracy"] == summary_of(stored)["test_accuracy"]
     assert result["checkpoint"] == f"file://{stored}/checkpoints/{NEWEST}"
-
-
-def test_a_run_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     url = f"file://{tmp_path}/nothing"
     for command in (["verify-data", url], ["report", url], ["evaluate", url]):
         assert main(command) == 2
@@ -70,9 +70,7 @@ def test_a_run_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "deleted", "no manifest"])
-def test_a_damaged_checkpoint_on_the_storage_is_passed_over(
-    stored: Path, resume: Callable[..., str], tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_stored_checkpoint_is_passed_over(stored: Path, resume: Any, tmp_path: Path, damage: str) -> None:
     newest = stored / "checkpoints" / NEWEST
     weights = newest / "weights.safetensors"
     if damage == "truncated":
@@ -89,9 +87,7 @@ def test_a_damaged_checkpoint_on_the_storage_is_passed_over(
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "index.json", "evaluations.jsonl"])
-def test_a_damaged_file_on_the_storage_is_named_and_not_used(
-    stored: Path, resume: Callable[..., str], name: str
-) -> None:
+def test_a_damaged_file_on_the_storage_is_named_and_not_used(stored: Path, resume: Any, name: str) -> None:
     (stored / name).write_bytes((stored / name).read_bytes()[:-3])
     assert f"warning: {name} on file://{stored} is missing or damaged" in resume(*FLAGS)
 
@@ -105,7 +101,7 @@ def test_a_checkpoint_by_its_url(stored: Path, tmp_path: Path, capfd: pytest.Cap
     assert not (tmp_path / "none").exists()
 
 
-def test_a_checkpoint_by_its_url_counts_also_in_the_folder_of_the_run(
+def test_a_checkpoint_by_its_url_counts_in_the_folder_of_the_run(
     stored: Path,
     resume: Callable[..., str],
     tmp_path: Path,
@@ -139,9 +135,7 @@ def test_a_checkpoint_by_its_url_counts_also_in_the_folder_of_the_run(
     assert "holds update-00000002 already; resuming from it" in again(7), "it had not begun"
 
 
-def test_the_files_of_a_folder_stay_if_no_checkpoint_on_the_storage_is_valid(
-    stored: Path, resume: Callable[..., str], tmp_path: Path
-) -> None:
+def test_the_files_of_a_folder_stay_if_no_stored_checkpoint_is_valid(stored: Path, resume: Any, tmp_path: Path) -> None:
     resume()
     new, before = tmp_path / "new", {}
     shutil.rmtree(str(new / "checkpoints"))
@@ -154,13 +148,10 @@ def test_the_files_of_a_folder_stay_if_no_checkpoint_on_the_storage_is_valid(
     assert {name: (new / name).read_bytes() for name in before} == before
 
 
-def test_the_same_command_continues_where_the_host_is_newer(
-    resume: Callable[..., str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_command_continues_where_the_host_is_newer(resume: Any, tmp_path: Path, capfd: Any) -> None:
     resume()
     (tmp_path / "new" / "storage.json").write_bytes(b"")  # after a loss of power
-    err = resume("--updates", "6")
-    assert "holds update-00000005 of the same run already; resuming from it" in err
+    assert "holds update-00000005 of the same run already; resuming from it" in resume("--updates", "6")
     shutil.rmtree(str(tmp_path / "new"))
     assert train.main([*FLAGS, "--updates", "4", "--run-dir", str(tmp_path / "new")]) == 0
     assert "holds another run" in resume(code=2)
@@ -181,9 +172,7 @@ def test_a_run_that_cannot_resume_leaves_nothing(
     assert sorted(stored.rglob("*")) == before
 
 
-def test_what_was_restored_is_removed_if_the_pod_cannot_run_it(
-    resume: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_restored_is_removed_if_the_pod_cannot_run_it(resume: Any, tmp_path: Path, monkeypatch: Any) -> None:
     def no_pod(*arguments: object) -> None:
         raise ClusterError("the pod has no hosts")
 
@@ -194,3 +183,69 @@ def test_what_was_restored_is_removed_if_the_pod_cannot_run_it(
     assert f"restored {NEWEST}" in err
     assert "the pod has no hosts" in err
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("foo://bucket/x", "--storage-path foo://bucket/x: unknown scheme foo://"),
+        ("/mnt/store", "write a URL, as in s3://bucket/prefix, or file:///mnt/store for a folder"),
+        ("s3://", "--storage-path s3://: the URL names no folder"),
+        ("file://relative", "the URL names no folder; write it as in file:///mnt/store"),
+        ("memory://x", "which is read-only or volatile"),
+        ("simplecache::s3://b/p", "chained URLs are not supported"),
+        (f"s3://key:{SECRET}@bucket/x", "--storage-path s3://...: a URL holds no credentials"),
+        ("s3://AKIAKEYID@bucket/x", "--storage-path s3://...: a URL holds no credentials"),
+        (f"s3://bucket/x?secret={SECRET}", "--storage-path s3://...: a URL holds no credentials"),
+        (f"sftp://user:{SECRET}@host/x", "--storage-path sftp://...: a URL holds no credentials"),
+        ("sftp://host:port/x", "--storage-path sftp://...: Port could not be cast"),
+    ],
+)
+def test_wrong_urls_are_one_line(url: str, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for spelling in (["--storage-path", url], [f"--storage-path={url}"], [f"run.storage_path={url}"]):
+        assert train.main([*FLAGS, *spelling, "--run-dir", str(tmp_path / "run")]) == 2
+        out, err = capfd.readouterr()
+        assert words.partition("--storage-path ")[2] in err.replace("run.storage_path ", "") or words in err
+        assert (len(err.splitlines()), out) == (1, "")
+        assert SECRET not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_secrets_in_a_config_file_are_not_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for key in ("storage_path", "resume"):
+        (tmp_path / "config.yaml").write_text(f"run:\n  {key}: s3://key:{SECRET}@bucket/x\n")
+        assert train.main(["--config", str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")]) == 2
+        err = capfd.readouterr().err
+        assert "a URL holds no credentials" in err
+        assert SECRET not in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_secrets_of_the_files_of_backends_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    credentials, google = tmp_path / "credentials", tmp_path / "google.json"
+    credentials.write_text(f"[default]\naws_access_key_id = AKIA1234567890\naws_secret_access_key = {SECRET}\n")
+    google.write_text('{"private_key": "-----BEGIN abcdef", "client_email": "me@example.com"}')
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(google))
+    monkeypatch.setenv("MY_API_TOKEN", "tok-123456")
+    shown = describe(OSError(f"AKIA1234567890 with {SECRET} and -----BEGIN abcdef\nand tok-123456: denied"))
+    assert shown == "OSError: *** with *** and *** and ***: denied"
+
+
+@pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs"), ("sftp", "paramiko")])
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, scheme: str, package: str) -> None:
+    find = importlib.util.find_spec
+    hidden = lambda name, *more: None if name == package else find(name, *more)  # noqa: E731
+    monkeypatch.setattr(backends.importlib.util, "find_spec", hidden)
+    with pytest.raises(ConfigError, match=rf"needs the package {package}, .*pip install 'raypod\[{scheme}\]'"):
+        backends.check_scheme(f"{scheme}://bucket/x", "--storage-path")
+
+
+def test_urls() -> None:
+    texts = ("s3://b", "a::b", "/x", "x", "C:/x", "training.model=a:b")
+    assert [text for text in texts if is_url(text)] == ["s3://b", "a::b"]
+    assert check_url("s3://b/p//", "x") == "s3://b/p"
+    assert check_url("abfs://container@account.dfs.core.windows.net/p", "x")
+    assert run_url("s3://b/run/checkpoints/update-00000007") == ("s3://b/run", "update-00000007")
+    assert run_url("s3://b/run").name == "run"
+    check_words(["--data-dir", "/x", "a.b=c", "--resume", "s3://b/p"])

@@ -30,6 +30,7 @@ from tests.support.mirrored_runs import (
     different_files,
     faults,
     mirror,
+    name_of,
     save,
     summary_of,
     verified,
@@ -41,10 +42,6 @@ from tests.support.mirrored_runs import (
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "a run")
-
-
-def name_of(update: int) -> str:
-    return f"update-{update:08d}"
 
 
 def test_a_run_is_mirrored_as_its_lines_and_checkpoints_come(run: Path, url: str, remote: Path, tmp_path: Path) -> None:
@@ -79,9 +76,7 @@ def test_a_run_is_mirrored_as_its_lines_and_checkpoints_come(run: Path, url: str
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [1, 4]), (2, [1, 3, 4]), (9, [1, 2, 3, 4])])
-def test_retention_keeps_the_newest_and_the_best(
-    run: Path, url: str, tmp_path: Path, keep: int, kept: List[int]
-) -> None:
+def test_retention_keeps_the_newest_and_the_best(run: Path, url: str, tmp_path: Path, keep: int, kept: Any) -> None:
     for update, accuracy in ((1, 90.0), (2, 10.0), (3, 20.0)):
         save(run, update, accuracy=accuracy)
     mirror(run, url, kept=Retention(keep, ACCURACY))
@@ -109,9 +104,7 @@ def test_a_checkpoint_that_is_removed_on_the_host_is_complete_or_counted(run: Pa
 
 
 @pytest.mark.parametrize("damaged", [1, 2, 4])
-def test_a_damaged_checkpoint_is_named_and_blocks_nothing(
-    run: Path, url: str, remote: Path, tmp_path: Path, damaged: int
-) -> None:
+def test_a_damaged_checkpoint_blocks_nothing(run: Path, url: str, remote: Path, tmp_path: Path, damaged: int) -> None:
     names = [name_of(update) for update in range(1, 5)]
 
     def save_and_damage(update: int) -> str:
@@ -123,12 +116,9 @@ def test_a_damaged_checkpoint_is_named_and_blocks_nothing(
     script = Script(*(lambda update=update: save_and_damage(update) for update in range(1, 5)), lambda: None)
     found = mirror(run, url, script=script, kept=Retention(2))
     left = names[:-1] if damaged == 4 else names
-    assert (found.pending, found.is_complete, found.skipped_checkpoints, found.failures) == (
-        (name_of(damaged),) if damaged == 4 else (),
-        damaged != 4,
-        0,
-        0,
-    )
+    pending = (name_of(damaged),) if damaged == 4 else ()
+    state = (found.pending, found.is_complete, found.skipped_checkpoints, found.failures)
+    assert state == (pending, damaged != 4, 0, 0)
     assert whole_checkpoints(url, "a run", tmp_path / "copy") == left[-2:]
     assert (remote / "a run" / "checkpoints" / "LATEST").read_text() == f"{names[-1]}\n"
     assert summary_of(remote / "a run")["storage"]["not_mirrored"] == list(found.pending)
@@ -142,9 +132,7 @@ def test_a_damaged_checkpoint_is_named_and_blocks_nothing(
 
 
 @pytest.mark.parametrize("is_passing", [False, True])
-def test_a_file_that_cannot_be_read_is_named_and_blocks_nothing(
-    run: Path, url: str, remote: Path, monkeypatch: pytest.MonkeyPatch, is_passing: bool
-) -> None:
+def test_unreadable_files_block_nothing(run: Path, url: str, remote: Path, monkeypatch: Any, is_passing: bool) -> None:
     content, is_bad = mirrored_files.Snapshot.content, True
 
     def read(self: mirrored_files.Snapshot) -> Any:
@@ -161,14 +149,11 @@ def test_a_file_that_cannot_be_read_is_named_and_blocks_nothing(
     monkeypatch.setattr(mirrored_files.Snapshot, "content", read)
     found = mirror(run, url, script=Script(lambda: save(run, 1), end))
     assert (found.is_complete, found.pending) == (is_passing, () if is_passing else ("metrics.jsonl",))
-    missing = different_files(run, remote / "a run")
-    assert missing == (set() if is_passing else {"metrics.jsonl"})
+    assert different_files(run, remote / "a run") == (set() if is_passing else {"metrics.jsonl"})
     assert summary_of(remote / "a run")["storage"]["not_mirrored"] == list(found.pending)
 
 
-def test_an_evaluation_replaces_only_the_manifest_and_other_weights_the_checkpoint(
-    run: Path, url: str, tmp_path: Path
-) -> None:
+def test_an_evaluation_replaces_the_manifest_and_weights_the_checkpoint(run: Path, url: str, tmp_path: Path) -> None:
     name = save(run, 1)
     checkpoints = MirroredCheckpoints(run, Store(f"{url}/a run"), Retention(3, ACCURACY))
     checkpoints.sync()
@@ -204,9 +189,7 @@ def test_another_run_and_other_files_are_not_overwritten(run: Path, url: str, re
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", None])
-def test_a_run_whose_identity_was_lost_is_known_by_its_event_log(
-    run: Path, url: str, remote: Path, damage: Optional[bytes]
-) -> None:
+def test_a_lost_identity_is_known_by_the_event_log(run: Path, url: str, remote: Path, damage: Optional[bytes]) -> None:
     log = b'{"unix_s": 1.5, "event": "process_started", "pid": 7, "host": "a"}\n'
     (run / "events.jsonl").write_bytes(log)
     mirror(run, url)
@@ -247,9 +230,7 @@ def test_an_older_process_of_the_run_ends_when_another_one_mirrors_it(run: Path,
 
 
 @pytest.mark.parametrize("at", ["half", "close"])
-def test_a_pod_that_was_cut_off_removes_nothing_of_the_one_that_has_taken_over(
-    run: Path, url: str, tmp_path: Path, at: str
-) -> None:
+def test_a_pod_that_was_cut_off_removes_nothing_of_its_successor(run: Path, url: str, tmp_path: Path, at: str) -> None:
     save(run, 1)
     new = tmp_path / "new" / "a run"
 
@@ -302,9 +283,7 @@ def test_a_checkpoint_that_appears_after_the_listing_is_not_removed(run: Path, u
     assert not foreign.exists(), "what an interrupted upload has left is removed"
 
 
-def test_objects_that_were_removed_or_truncated_are_uploaded_again(
-    run: Path, url: str, remote: Path, tmp_path: Path
-) -> None:
+def test_objects_removed_or_truncated_are_uploaded_again(run: Path, url: str, remote: Path, tmp_path: Path) -> None:
     names = [save(run, 1), save(run, 2)]
 
     def damage() -> None:
@@ -345,7 +324,6 @@ def test_a_file_that_changes_while_it_is_uploaded_is_uploaded_again(run: Path, u
 
 
 def sync(run: Path, url: str) -> None:
-    """One round of a process that mirrors a run."""
     store = Store(f"{url}/a run")
     index = RemoteIndex(store, "run id", "writer", is_known=True)
     files = MirroredFiles(run, store, index)
@@ -368,9 +346,7 @@ class FailsAt:
 
 
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "an error"])
-def test_a_failure_at_any_operation_leaves_whole_checkpoints_and_files(
-    run: Path, url: str, remote: Path, tmp_path: Path, is_killed: bool
-) -> None:
+def test_a_failure_leaves_whole_files(run: Path, url: str, remote: Path, tmp_path: Path, is_killed: bool) -> None:
     save(run, 1)
     sync(run, url)
     older = remote.rename(tmp_path / "older")
@@ -443,9 +419,7 @@ def test_a_storage_that_never_answers_is_reported_at_once(run: Path, url: str) -
     assert seen[0].pending[:2] == ("config.yaml", "metrics.jsonl")
 
 
-def test_a_full_storage_keeps_the_older_checkpoint_until_the_newer_one_fits(
-    run: Path, url: str, tmp_path: Path
-) -> None:
+def test_a_full_storage_keeps_the_older_checkpoint_until_the_newer_fits(run: Path, url: str, tmp_path: Path) -> None:
     save(run, 1)
 
     def fault(operation: str, path: str) -> None:

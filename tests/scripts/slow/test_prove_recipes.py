@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import mean
-from typing import Dict
+from typing import Any, Dict
 
 import make_cifar
 import make_image_folder
@@ -25,9 +25,7 @@ def test_every_recipe_can_be_proven() -> None:
 
 
 @pytest.mark.parametrize("recipe", RATES)
-def test_the_loss_of_a_recipe_falls(
-    processes: None, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_of_a_recipe_falls(processes: None, recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     flags = ["--config", str(ROOT / "configs" / f"{recipe}.yaml"), "--data-dir", str(tmp_path)]
     if recipe.startswith("imagenet"):

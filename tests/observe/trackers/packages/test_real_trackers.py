@@ -75,7 +75,6 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def steps_in(file: Path) -> List[int]:
-    """Return the steps of the history in a file of W&B."""
     records = importlib.import_module("wandb.proto.wandb_internal_pb2")
     steps = []
     for content in records_in(file.read_bytes()):
