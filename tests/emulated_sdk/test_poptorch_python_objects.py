@@ -152,8 +152,7 @@ def test_each_forward_begins_with_the_traced_objects_and_the_trace_alone_shows(m
     holder, bump, visible = made()
     model = Apply(lambda model, x: x * bump(model.holder), holder=holder)
     inference = poptorch.inferenceModel(model, options(replicas=2, iterations=2))
-    assert [inference(torch.ones(4)).tolist() for _ in range(3)] == [[1] * 4] * 3
-    assert visible() == 1
+    assert ([inference(torch.ones(4)).tolist() for _ in range(3)], visible()) == ([[1] * 4] * 3, 1)
     assert model.holder is holder
 
 
@@ -168,7 +167,7 @@ class Recording(Line):
         return super().forward(x)
 
 
-def test_the_users_objects_refer_to_the_users_modules_and_tensors():
+def test_the_users_objects_refer_to_the_users_modules_and_their_own_attributes_are_those_of_a_copy():
     layer = Recording()
     model = nn.Sequential(layer)
     listed = layer.listed
@@ -180,18 +179,14 @@ def test_the_users_objects_refer_to_the_users_modules_and_tensors():
     assert entry["weight"] is layer.weight
     assert entry["result"].grad_fn is None
     assert len(copy.deepcopy(model)[0].listed) == 1
-
-
-def test_attributes_of_the_wrapped_module_itself_are_those_of_its_shallow_copy():
     model = Recording()
     inference = poptorch.inferenceModel(model, options())
     inference(torch.ones(2))
     assert model.shape is None
-    assert inference.shape == (2,)
-    assert len(model.listed) == 1
+    assert (inference.shape, len(model.listed)) == ((2,), 1)
 
 
-def test_a_value_that_forward_caches_is_computed_in_each_micro_batch():
+def test_caches_and_traces_in_other_formats_show_once_and_layers_on_the_host_in_every_call():
     class Cached(Line):
         cache = {}
 
@@ -203,11 +198,7 @@ def test_a_value_that_forward_caches_is_computed_in_each_micro_batch():
     model = Cached()
     training = wrapped(model, options(2, accumulation=2), lr=1.0)
     losses = [training(torch.full((4,), value)).tolist() for value in (0.25, 0.5)]
-    assert losses == [[0.25, 0.25], [0.375, 0.375]]
-    assert list(Cached.cache) == ["scaled"]
-
-
-def test_a_layer_on_the_host_changes_objects_in_every_call():
+    assert (losses, list(Cached.cache)) == ([[0.25, 0.25], [0.375, 0.375]], ["scaled"])
     calls = []
 
     def layer(x):
@@ -219,9 +210,6 @@ def test_a_layer_on_the_host_changes_objects_in_every_call():
     for value in (1.0, 2.0):
         inference(torch.tensor([value]))
     assert calls == [1, 1, 2], "at the compilation, and in each call"
-
-
-def test_a_model_that_is_traced_again_in_another_memory_format_shows_one_trace():
     calls = []
     convolution = nn.Conv2d(512, 256, 3)
 
@@ -235,7 +223,7 @@ def test_a_model_that_is_traced_again_in_another_memory_format_shows_one_trace()
     assert (len(calls), len(model.calls)) == (1, 1)
 
 
-def test_objects_that_raise_for_unknown_attributes_are_left_alone():
+def test_objects_that_raise_for_unknown_attributes_or_are_gone_are_left_alone():
     class Proxy:
         __slots__ = ()
 
@@ -244,9 +232,6 @@ def test_objects_that_raise_for_unknown_attributes_are_left_alone():
 
     model = Apply(lambda model, x: x, proxy=Proxy())
     assert poptorch.inferenceModel(model, options())(torch.ones(1)).item() == 1
-
-
-def test_a_weak_proxy_of_an_object_that_is_gone_is_no_error():
     holder = types.SimpleNamespace(kept=[], gone=weakref.proxy(Counter()))
     training = wrapped(Apply(lambda model, x: (holder.kept.append(1), model.line(x))[1], line=Line()), options(2))
     training(torch.ones(2))
