@@ -54,20 +54,6 @@ def load(processes):
         each.terminate()
 
 
-@pytest.mark.parametrize(
-    ("replicas", "processes", "accumulation", "micro", "combined", "steps", "per_process", "leftovers"),
-    [
-        (2, 8, 57, 18, 2052, 78, 160056, 719),
-        (2, 2, 228, 18, 8208, 78, 640224, 719),
-        (2, 32, 14, 18, 504, 79, 39816, 7055),
-    ],
-)
-def test_imagenet_example(replicas, processes, accumulation, micro, combined, steps, per_process, leftovers):
-    data = loader(1281167, micro, 1, processes, options(replicas, accumulation))
-    assert (data.combinedBatchSize, len(data), len(data.dataset)) == (combined, steps, per_process)
-    assert data.dataset._leftovers == leftovers
-
-
 @pytest.mark.parametrize("mode", [ASYNC, REBATCHED])
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("samples", [23, 24])
@@ -145,16 +131,6 @@ def test_a_stream_is_not_partitioned_and_workers_without_worker_init_fn_warn(cap
     assert "yields its data 2 times" in caplog.text
 
 
-@pytest.mark.parametrize("mode", [SYNC, ASYNC, REBATCHED])
-@pytest.mark.parametrize("drop_last", [True, False])
-def test_batches_of_a_batch_sampler_are_joined(load, mode, drop_last):
-    sampler = BatchSampler(SequentialSampler(range(11)), 2, drop_last=True)
-    data = load(11, mode=mode, opts=options(2), batch_sampler=sampler, drop_last=drop_last)
-    assert [numbers(batch) for batch in data] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]][: 2 if drop_last else 3]
-    if mode == SYNC:
-        assert (data.combinedBatchSize, len(data)) == (4, len(sampler))
-
-
 @pytest.mark.parametrize("mode", [SYNC, ASYNC])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_batch_of_a_batch_sampler_is_collated_by_itself(load, mode, workers):
@@ -165,26 +141,26 @@ def test_each_batch_of_a_batch_sampler_is_collated_by_itself(load, mode, workers
         assert [batch.tolist() for batch in data] == PADDED
 
 
-def test_without_batch_size_nothing_is_combined(load):
-    data = loader(TensorDataset(torch.ones(2, 4)), None, opts=options(replicas=2), drop_last=False)
-    assert data.combinedBatchSize is None
-    assert [batch[0].shape for batch in data] == [(4,), (4,)]
-    with pytest.raises(AttributeError, match="batch_size=None"):
-        data.options  # noqa: B018
-    rejects(AssertionError, "batch_size=None", loader, 8, None, 0, 2, drop_last=False)
-    rejects(ValueError, "excludes drop_last", loader, 8, None)
-    assert [element.tolist() for element in load(2, None, drop_last=False)] == [[0, 0], [1, 1]]
-    rejects(poptorch.Error, "batch_size", load, 2, None, REBATCHED, drop_last=False)
-    rejects(ValueError, "drop_last", load, 2, None)
-
-
 @pytest.mark.parametrize(
-    ("samples", "processes", "is_short"), [(7, 1, True), (8, 1, False), (8, 2, False), (10, 2, True), (12, 2, False)]
+    ("replicas", "processes", "accumulation", "micro", "combined", "steps", "per_process", "leftovers"),
+    [
+        (2, 8, 57, 18, 2052, 78, 160056, 719),
+        (2, 2, 228, 18, 8208, 78, 640224, 719),
+        (2, 32, 14, 18, 504, 79, 39816, 7055),
+    ],
 )
-def test_short_last_batch_warns(caplog, samples, processes, is_short):
-    with caplog.at_level(logging.WARNING, logger="poptorch::python"):
-        data = loader(samples, 2, 0, processes, drop_last=False)
-    assert ("last batch is short" in caplog.text, len(list(data)[-1]) < 2) == (is_short, is_short)
+def test_imagenet_example(replicas, processes, accumulation, micro, combined, steps, per_process, leftovers):
+    data = loader(1281167, micro, 1, processes, options(replicas, accumulation))
+    assert (data.combinedBatchSize, len(data), len(data.dataset)) == (combined, steps, per_process)
+    assert data.dataset._leftovers == leftovers
+
+
+def test_short_last_batch_warns(caplog):
+    for samples, processes, is_short in ((7, 1, 1), (8, 1, 0), (8, 2, 0), (10, 2, 1), (12, 2, 0)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="poptorch::python"):
+            data = loader(samples, 2, 0, processes, drop_last=False)
+        assert ("last batch is short" in caplog.text) == (len(list(data)[-1]) < 2) == is_short
 
 
 def test_nested_samples_are_collated_to_combined_batches():
@@ -224,9 +200,36 @@ def test_an_asynchronous_loader_cannot_be_wrapped_or_used_after_it_is_terminated
     rejects(poptorch.Error, "terminated", lambda: next(iter(data)))
 
 
-@pytest.mark.parametrize("mode", [SYNC, ASYNC])
-def test_model_takes_the_batches(load, mode, caplog):
-    data = load(16, 2, mode, opts=options(replicas=2, iterations=2), num_workers=int(mode == ASYNC))
+SAMPLED = BatchSampler(SequentialSampler(range(11)), 2, drop_last=True)
+JOINED = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_batches_of_a_batch_sampler_are_joined_nothing_is_combined_without_size_and_a_model_takes_the_batches():
+    for drop_last in (True, False):
+        data = loader(11, opts=options(2), batch_sampler=SAMPLED, drop_last=drop_last)
+        assert [numbers(batch) for batch in data] == JOINED[: 2 if drop_last else 3]
+        assert (data.combinedBatchSize, len(data)) == (4, len(SAMPLED))
+    data = loader(TensorDataset(torch.ones(2, 4)), None, opts=options(replicas=2), drop_last=False)
+    assert data.combinedBatchSize is None
+    assert [batch[0].shape for batch in data] == [(4,), (4,)]
+    with pytest.raises(AttributeError, match="batch_size=None"):
+        data.options  # noqa: B018
+    rejects(AssertionError, "batch_size=None", loader, 8, None, 0, 2, drop_last=False)
+    rejects(ValueError, "excludes drop_last", loader, 8, None)
+    data = loader(16, 2, opts=options(replicas=2, iterations=2))
+    model = poptorch.inferenceModel(torch.nn.Identity(), data.options)
+    assert [numbers(model(batch)) for batch in data] == [list(range(8)), list(range(8, 16))]
+
+
+@pytest.mark.parametrize("mode", [ASYNC, REBATCHED])
+def test_asynchronous_batches_are_joined_and_taken_by_a_model(load, mode, caplog):
+    for drop_last in (True, False):
+        data = load(11, mode=mode, opts=options(2), batch_sampler=SAMPLED, drop_last=drop_last)
+        assert [numbers(batch) for batch in data] == JOINED[: 2 if drop_last else 3]
+    assert [element.tolist() for element in load(2, None, drop_last=False)] == [[0, 0], [1, 1]]
+    rejects(poptorch.Error, "batch_size", load, 2, None, REBATCHED, drop_last=False)
+    rejects(ValueError, "drop_last", load, 2, None)  # as torch's loader
+    data = load(16, 2, mode, opts=options(replicas=2, iterations=2), num_workers=1)
     model = poptorch.inferenceModel(torch.nn.Identity(), data.options)
     with caplog.at_level(logging.WARNING):
         assert [numbers(model(batch)) for batch in data] == [list(range(8)), list(range(8, 16))]

@@ -189,13 +189,16 @@ def test_dropout_continues_exactly_from_an_rng_state(is_set_before_compiling):
             second.rng_state = invalid
 
 
-def test_synthetic_data_replaces_inputs_and_outputs():
+def test_synthetic_data_replaces_inputs_and_outputs_and_an_overflow_raises_with_floating_point_exceptions():
     training = classifier(options(2, 2).enableSyntheticData(True))
     images, labels = batch(8)
     logits, loss = training(images.fill_(float("nan")), labels.fill_(77))
     assert (logits.shape, loss.shape, training.getPerfCounters()["input"]) == ((4, 5), (2,), [[], []])
     assert training.getLatency() == (0, 0, 0)
     assert all(parameter.isfinite().all() for parameter in training.model.parameters())
+    opts = options()
+    opts.Precision.enableFloatingPointExceptions(True)
+    rejects(poptorch.Error, "parameter 'weight'", wrapped(Line(), opts, lr=1e38), torch.full((1,), 1e10))
 
 
 @pytest.fixture
@@ -242,25 +245,20 @@ def test_threads_write_concurrently(folder):
     assert sorted(span["cat"] for span in spans(folder)) == sorted(names * 20)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"enable": "false"}'])
-def test_nothing_is_recorded_by_default(monkeypatch, tmp_path, text):
+def test_nothing_is_recorded_by_default_and_pvti_options_must_be_a_json_object(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PVTI_OPTIONS", text)
-    program = Program()
-    channel = poptorch.profiling.Channel("app")
-    assert channel.instrument(program, "step") is program
-    with channel.tracepoint("block"):
-        assert program.step(1) == 2
-    assert not list(tmp_path.iterdir())
-    assert "step" not in vars(program)
-
-
-@pytest.mark.parametrize("text", ["enable", "[]"])
-def test_pvti_options_must_be_a_json_object_and_methods_exist(monkeypatch, text):
-    monkeypatch.delenv("PVTI_OPTIONS", raising=False)
-    rejects(AttributeError, "walk", lambda: poptorch.profiling.Channel("app").instrument(Program(), "walk"))
-    monkeypatch.setenv("PVTI_OPTIONS", text)
-    rejects(poptorch.Error, "PVTI_OPTIONS", poptorch.profiling.Channel, "app")
+    for text in ("", "{}", '{"enable": "false"}'):
+        monkeypatch.setenv("PVTI_OPTIONS", text)
+        program, channel = Program(), poptorch.profiling.Channel("app")
+        assert channel.instrument(program, "step") is program
+        with channel.tracepoint("block"):
+            assert program.step(1) == 2
+        assert not list(tmp_path.iterdir())
+        assert "step" not in vars(program)
+        rejects(AttributeError, "walk", channel.instrument, program, "walk")
+    for text in ("enable", "[]"):
+        monkeypatch.setenv("PVTI_OPTIONS", text)
+        rejects(poptorch.Error, "PVTI_OPTIONS", poptorch.profiling.Channel, "app")
 
 
 def test_an_executor_records_its_compilation_and_execution(folder):

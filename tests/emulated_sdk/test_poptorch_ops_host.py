@@ -277,13 +277,10 @@ def test_nearest_minimizes_the_distance(of_x, of_y, seed):
     assert poptorch.nearest(x, y).tolist() == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16, torch.float64])
-def test_points_of_any_floating_point_dtype(dtype):
-    x, y = torch.tensor([[0.0], [2.0]], dtype=dtype), torch.tensor([[2.5], [-1.0]], dtype=dtype)
-    assert (poptorch.nearest(x, y).tolist(), poptorch.fps(x, [0, 2], 1.0).tolist()) == ([1, 0], [0, 1])
-
-
-def test_nearest_compares_points_of_the_same_cloud_and_runs_in_a_model():
+def test_points_are_of_the_same_cloud_and_of_any_floating_point_dtype_also_in_a_model():
+    for dtype in (torch.half, torch.bfloat16, torch.float64):
+        x, y = torch.tensor([[0.0], [2.0]], dtype=dtype), torch.tensor([[2.5], [-1.0]], dtype=dtype)
+        assert (poptorch.nearest(x, y).tolist(), poptorch.fps(x, [0, 2], 1.0).tolist()) == ([1, 0], [0, 1])
     x, y = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.0, 5.0, 6.0])
     assert poptorch.nearest(x, y, torch.tensor([0, 0, 1]), [0, 1, 1]).tolist() == [0, 0, 1]
 

@@ -13,7 +13,7 @@ import torch
 from poptorch.optimizers.device_optimizer import plain_step
 from torch import nn
 
-from tests.support.poptorch_models import Line, batch, options, rejects, seeded, trained, wrapped
+from tests.support.poptorch_models import Apply, Line, batch, options, rejects, seeded, trained, wrapped
 
 ONE = torch.ones(1)
 
@@ -125,23 +125,21 @@ def test_invalid_arguments_and_the_state_of_a_torch_optimizer_raise_error_and_ke
         sgd(model).load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
 
 
-@pytest.mark.parametrize(
-    ("ipu_state", "message"),
-    [
-        ({"Accl___weight": torch.ones(())}, "unknown tensors: Accl___weight"),
-        ({"Accl1___weight": torch.ones(2)}, r"Accl1___weight of the optimizer state has shape \[2\]"),
-    ],
-)
-def test_state_of_another_model_raises_error(ipu_state, message):
-    training = wrapped(Line(), momentum=0.9)
+def test_state_of_another_model_raises_error():
+    training, adam = wrapped(Line(), momentum=0.9), wrapped(Line(), None, "Adam")
     training(ONE)
-    state = {**training._optimizer.state_dict(), "ipu_state": ipu_state}
-    training._optimizer.load_state_dict(state)
-    rejects(poptorch.Error, message, training, ONE)
-    adam = wrapped(Line(), None, "Adam")
     adam(ONE)
-    training._optimizer.set_state_dict(adam._optimizer.state_dict())
-    rejects(poptorch.Error, "SGD as compiled has no 'learningRate___specific___weight'", training, ONE)
+    wrong_shape = r"Accl1___weight of the optimizer state has shape \[2\]"
+    for ipu_state, message in (
+        ({"Accl___weight": torch.ones(())}, "unknown tensors: Accl___weight"),
+        ({"Accl1___weight": torch.ones(2)}, wrong_shape),
+    ):
+        training._optimizer.load_state_dict({**training._optimizer.state_dict(), "ipu_state": ipu_state})
+        rejects(poptorch.Error, message, training, ONE)
+        training._optimizer.set_state_dict(adam._optimizer.state_dict())
+        rejects(poptorch.Error, "SGD as compiled has no 'learningRate___specific___weight'", training, ONE)
+        training = wrapped(Line(), momentum=0.9)
+        training(ONE)
 
 
 @pytest.mark.parametrize("is_relaxed", [False, True])
@@ -239,15 +237,12 @@ CASES = [
 OWN = ("use_combined_accum", "bias_correction")
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = nn.Linear(3, 4)
-        self.second = nn.Linear(4, 2)
+def two_layers():
+    def forward(model, x):
+        return poptorch.identity_loss(model.second(torch.tanh(model.first(x))).pow(2), "mean")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return poptorch.identity_loss(self.second(torch.tanh(self.first(x))).pow(2), "mean")
+    torch.manual_seed(3)
+    return Apply(forward, first=nn.Linear(3, 4), second=nn.Linear(4, 2))
 
 
 def groups_of(model):
@@ -260,8 +255,8 @@ def inputs(count):
 
 
 def assert_same_training(ours, theirs, own=None, schedule=None, clipped_to=None, **arguments):
-    """Train a `Net` with the optimizer `ours` on the device, which alone has the arguments `own`, and on the host."""
-    device, host = Net(), Net()
+    """Train with the optimizer `ours` on the device, which alone has the arguments `own`, and on the host."""
+    device, host = two_layers(), two_layers()
     optimizer, reference = ours(groups_of(device), **arguments, **(own or {})), theirs(groups_of(host), **arguments)
     schedulers = [schedule(each) for each in (optimizer, reference)] if schedule else []
     training = poptorch.trainingModel(device, options(), optimizer)
@@ -292,12 +287,6 @@ def test_updates_equal_torch(algorithm, arguments, loss_scaling):
     assert_same_training(*of_both(algorithm), own={"loss_scaling": loss_scaling, **own}, lr=0.05, **shared)
 
 
-@pytest.mark.parametrize("algorithm", ["SGD", "AdamW"])
-def test_clipping_equals_torch(algorithm):
-    own = {"max_grad_norm": 0.01, "loss_scaling": 64}
-    assert_same_training(*of_both(algorithm), own=own, clipped_to=0.01, lr=0.1)
-
-
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -313,18 +302,19 @@ def test_torch_schedulers_set_the_devices_learning_rate(schedule):
 HAS_DECOUPLED = "decoupled_weight_decay" in torch.optim.Adam.__init__.__code__.co_varnames
 
 
+def test_clipping_equals_torch_and_lamb_on_the_device_that_on_the_host():
+    for algorithm in ("SGD", "AdamW"):
+        own = {"max_grad_norm": 0.01, "loss_scaling": 64}
+        assert_same_training(*of_both(algorithm), own=own, clipped_to=0.01, lr=0.1)
+    for arguments in ({}, {"bias_correction": False}, {"max_weight_norm": 0.1, "weight_decay": 0.0}):
+        assert_same_training(poptorch.optim.LAMB, poptorch.optim.LAMB, lr=0.1, **arguments)
+    assert_same_training(poptorch.optim.LAMB, poptorch.optim.LAMB, lr=0.1, max_weight_norm=0.0)
+
+
 @pytest.mark.skipif(not HAS_DECOUPLED, reason="this torch has no such Adam")
 def test_adam_with_decoupled_weight_decay_is_adamw():
     own = {"decoupled_weight_decay": True}
     assert_same_training(torch.optim.Adam, torch.optim.AdamW, own=own, lr=0.1, weight_decay=0.5)
-
-
-LAMB = [{}, {"bias_correction": False}, {"max_weight_norm": 0.1, "weight_decay": 0.0}, {"max_weight_norm": 0.0}]
-
-
-@pytest.mark.parametrize("arguments", LAMB)
-def test_lamb_on_the_device_equals_the_host(arguments):
-    assert_same_training(poptorch.optim.LAMB, poptorch.optim.LAMB, lr=0.1, **arguments)
 
 
 def test_lamb_scales_the_step_to_the_norm_of_the_weights_and_by_bias_correction():
@@ -341,23 +331,19 @@ def test_lamb_scales_the_step_to_the_norm_of_the_weights_and_by_bias_correction(
         assert weight.item() == pytest.approx(expected, rel=1e-4)
 
 
-class OwnSgd(torch.optim.SGD):
-    """Inherits step()."""
+def test_derived_class_uses_the_rule_of_its_base(caplog):
+    class OwnSgd(torch.optim.SGD):
+        pass
 
+    class Lookahead(torch.optim.SGD):
+        def step(self, closure=None):
+            raise AssertionError("the device does not call this")
 
-class Lookahead(torch.optim.SGD):
-    """Overrides step()."""
-
-    def step(self, closure=None):
-        raise AssertionError("the device does not call this")
-
-
-@pytest.mark.parametrize(("kind", "warned"), [(OwnSgd, False), (Lookahead, True)])
-def test_derived_class_uses_the_rule_of_its_base(caplog, kind, warned):
-    model = Line()
-    poptorch.trainingModel(model, options(), kind(model.parameters(), lr=0.1))(torch.ones(1))
-    assert model.weight.item() == pytest.approx(0.9)
-    assert ("Lookahead.step() is not used" in caplog.text) == warned
+    for kind in (OwnSgd, Lookahead):
+        model = Line()
+        poptorch.trainingModel(model, options(), kind(model.parameters(), lr=0.1))(torch.ones(1))
+        assert model.weight.item() == pytest.approx(0.9)
+        assert ("Lookahead.step() is not used" in caplog.text) == (kind is Lookahead)
 
 
 def test_unsupported_algorithms_raise_error_when_wrapping_and_maximize_is_ignored_with_a_warning():
@@ -394,7 +380,7 @@ def test_rmsprop_has_a_tensorflow_variant_and_its_momentum_may_change_from_zero(
 
 @pytest.mark.parametrize("algorithm", ["SGD", "Adam", "AdamW", "RMSprop", "LAMB"])
 def test_deep_copy_of_model_and_optimizer(algorithm):
-    model = Net()
+    model = two_layers()
     optimizer = getattr(poptorch.optim, algorithm)(groups_of(model), lr=0.1, loss_scaling=8.0)
     training = poptorch.trainingModel(model, options(), optimizer)
     training(inputs(1)[0])

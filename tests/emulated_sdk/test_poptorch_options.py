@@ -21,16 +21,16 @@ from tests.support.poptorch_models import on_device, rejects, wrapped
 Options = poptorch.Options
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, Options.clone])
-def test_data_loader_freezes_options_but_not_a_copy(copied):
+def test_data_loader_freezes_options_but_not_a_copy():
     opts = Options()
     poptorch.DataLoader(opts, torch.utils.data.TensorDataset(torch.arange(4)))
     rejects(AttributeError, "Can't modify frozen Options", opts.deviceIterations, 2)
     rejects(AttributeError, "frozen", opts.Training.gradientAccumulation, 2)
-    clone = copied(opts).deviceIterations(2)
-    clone.Training.gradientAccumulation(2)
-    clone.Precision.enableFloatingPointExceptions(True)
-    assert (opts.device_iterations, clone.device_iterations) == (1, 2)
+    for copied in (copy.deepcopy, Options.clone):
+        clone = copied(opts).deviceIterations(2)
+        clone.Training.gradientAccumulation(2)
+        clone.Precision.enableFloatingPointExceptions(True)
+        assert (opts.device_iterations, clone.device_iterations) == (1, 2)
 
 
 @pytest.mark.parametrize(

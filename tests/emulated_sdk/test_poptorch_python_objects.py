@@ -26,17 +26,6 @@ class Counter:
         return Counter.total
 
 
-class Guard:
-    __slots__ = ("unset",)
-
-    def __getattr__(self, name):
-        raise RuntimeError(f"{name} of a class that is not complete, as pydantic's")
-
-
-class Guarded(Counter):
-    guard = Guard()
-
-
 class Slots:
     __slots__ = ("count",)
 
@@ -65,14 +54,23 @@ def in_slots():
     return [kept], lambda holder: holder[0].bump(), lambda: kept.count
 
 
-def in_a_class():
+class Guarded(Counter):
+    class Guard:
+        __slots__ = ("unset",)
+
+        def __getattr__(self, name):
+            raise RuntimeError(f"{name} of a class that is not complete, as pydantic's")
+
+    guard = Guard()
+
+
+def in_a_class(kind=Counter):
     Counter.total = 0
-    return Counter(), lambda holder: holder.bump(), lambda: Counter.total
+    return kind(), lambda holder: holder.bump(), lambda: Counter.total
 
 
 def in_a_class_with_an_object_that_has_no_attributes():
-    Counter.total = 0
-    return Guarded(), lambda holder: holder.bump(), lambda: Counter.total
+    return in_a_class(Guarded)
 
 
 def in_a_closure():

@@ -103,19 +103,6 @@ def test_auto_stage_selects_the_ipus_and_declared_stages_group_blocks():
     assert ipus_of(compiled_pipeline((0, 0, 1), strategy)) == [0, 3]
 
 
-def test_every_stage_needs_device_iterations_and_an_undeclared_block_raises_error():
-    with pytest.raises(poptorch.Error, match=r"deviceIterations must be .* pipeline stages \(4\).* is 3"):
-        compiled_pipeline((0, 1, 2, 3), iterations=3)
-    compiled_pipeline((0, 1, 2, 3), iterations=4)
-    compiled_pipeline((0, 1, 2, 3), poptorch.ShardedExecution(), iterations=1)
-    with pytest.raises(AssertionError, match="Unknown block 'B2'.*'B0', 'B1'"):
-        compiled_pipeline((0, 0, 0), poptorch.PipelinedExecution("B0", "B1"))
-
-    for blocks in (("B0", "B1"), ()):
-        with pytest.raises(AssertionError, match="Unknown block 'B9'"):
-            poptorch.PipelinedExecution(*blocks).stage("B9")
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -165,11 +152,21 @@ def test_phases_have_ipus_stages_and_options_a_copy_of_their_strategy(tmp_path):
     assert (opts.toDict()["execution_mode"], opts._execution_strategy._to_dict()["auto_stage"]) == (1, 1)
 
 
-@pytest.mark.parametrize(("ipu", "replicas"), [(64, 1), (0, 128), (32, 2)])
-def test_process_uses_at_most_64_ipus(ipu, replicas):
-    text = f"Too many IPUs requested \\({(ipu + 1) * replicas}\\)\\. Experiments .* require distributed execution\\."
-    with pytest.raises(poptorch.Error, match=text):
-        compiled_pipeline((ipu,), poptorch.ShardedExecution(), iterations=1, replicas=replicas)
+def test_every_stage_needs_device_iterations_blocks_are_declared_and_a_process_uses_at_most_64_ipus():
+    with pytest.raises(poptorch.Error, match=r"deviceIterations must be .* pipeline stages \(4\).* is 3"):
+        compiled_pipeline((0, 1, 2, 3), iterations=3)
+    compiled_pipeline((0, 1, 2, 3), iterations=4)
+    compiled_pipeline((0, 1, 2, 3), poptorch.ShardedExecution(), iterations=1)
+    strategy = poptorch.PipelinedExecution("B0", "B1")
+    rejects(AssertionError, "Unknown block 'B2'.*'B0', 'B1'", compiled_pipeline, (0, 0, 0), strategy)
+    for strategy in (poptorch.PipelinedExecution("B0", "B1"), poptorch.PipelinedExecution()):
+        rejects(AssertionError, "Unknown block 'B9'", strategy.stage, "B9")
+    for ipu, replicas in ((64, 1), (0, 128), (32, 2)):
+        text = (
+            f"Too many IPUs requested \\({(ipu + 1) * replicas}\\)\\. Experiments .* require distributed execution\\."
+        )
+        arguments = {"iterations": 1, "replicas": replicas}
+        rejects(poptorch.Error, text, compiled_pipeline, (ipu,), poptorch.ShardedExecution(), **arguments)
 
 
 def test_tensors_are_counted_where_they_are_first_used_and_products_by_their_operations():

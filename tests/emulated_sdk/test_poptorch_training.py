@@ -292,11 +292,11 @@ def test_a_forward_has_one_independent_marked_loss_of_one_number():
     assert inference(torch.ones(2), torch.ones(2)).item() == 2
 
 
-@pytest.mark.parametrize(("reduction", "expected"), [("sum", 6.0), ("mean", 2.0), ("none", [1.0, 2.0, 3.0])])
-def test_identity_loss_on_the_host_is_the_plain_reduction(reduction, expected):
-    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    loss = poptorch.identity_loss(x, reduction)
-    loss.sum().backward()
-    assert loss.tolist() == expected
-    assert x.grad is not None
+def test_identity_loss_on_the_host_is_the_plain_reduction():
+    for reduction, expected in (("sum", 6.0), ("mean", 2.0), ("none", [1.0, 2.0, 3.0])):
+        x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+        loss = poptorch.identity_loss(x, reduction)
+        loss.sum().backward()
+        assert loss.tolist() == expected
+        assert x.grad is not None
     rejects(AssertionError, "median", poptorch.identity_loss, torch.ones(1), "median")
