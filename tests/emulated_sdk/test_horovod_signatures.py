@@ -1,4 +1,4 @@
-"""The emulated `horovod.torch` has the names, parameters and defaults of the installed one."""
+"""`import horovod` selects the installed Horovod or the emulated one, which has its names, parameters and defaults."""
 
 from __future__ import annotations
 
@@ -6,11 +6,46 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any, Dict
+import textwrap
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any, Dict, Optional
 
 import pytest
 
 from tests.support.ranks import SDK, has_real_horovod
+
+
+def fake_horovod(folder: Path, has_extension: bool) -> Path:
+    package = folder / "horovod" / "torch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("__version__ = '0.0'\n")
+    (package / "__init__.py").write_text("origin = 'installed'\n")
+    if has_extension:
+        (package / f"mpi_lib_v2{EXTENSION_SUFFIXES[0]}").write_bytes(b"")
+    return folder
+
+
+def imported(other: Path, choice: Optional[str] = None) -> str:
+    program = """
+        import horovod, horovod.torch as hvd
+        print(getattr(hvd, "origin", "emulated"), getattr(horovod, "__version__", "-"))
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SDK), str(other)])}
+    environment.pop("EMULATED_POD_HOROVOD", None)
+    environment.update({} if choice is None else {"EMULATED_POD_HOROVOD": choice})
+    call = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(call, env=environment, stdout=subprocess.PIPE, check=True, text=True, timeout=60)
+    return done.stdout.strip()
+
+
+@pytest.mark.usefixtures("processes")
+def test_an_installed_horovod_with_torch_support_takes_precedence_if_none_is_selected(tmp_path: Path) -> None:
+    installed = fake_horovod(tmp_path, has_extension=True)
+    assert imported(installed) == "installed 0.0"
+    assert imported(installed, "emulated") == "emulated 0.28.1+emulated"
+    assert imported(fake_horovod(tmp_path / "other", has_extension=False)).startswith("emulated 0.28.1")
+
 
 PROGRAM = """
 import enum, inspect, json
@@ -49,10 +84,8 @@ def interface(choice: str) -> Any:
 @pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(not has_real_horovod(), reason="no Horovod is installed (scripts/install_horovod.sh)")
 def test_names_parameters_and_defaults_equal_the_installed_ones() -> None:
-    (ours, our_signatures, our_values), (theirs, their_signatures, their_values) = (
-        interface("emulated"),
-        interface("real"),
-    )
+    ours, our_signatures, our_values = interface("emulated")
+    theirs, their_signatures, their_values = interface("real")
     assert set(theirs) - set(ours) <= {"check_extension"}
     assert our_values == their_values
     for name, signature in their_signatures.items():
@@ -66,14 +99,16 @@ def test_variants_of_collectives_have_horovods_parameters() -> None:
     assert {"allreduce_async_", "grouped_allreduce", "join", "DistributedOptimizer", "SyncBatchNorm"} <= set(names)
     parameters = {name: [each[0] for each in signature] for name, signature in signatures.items()}
     factors = ["prescale_factor", "postscale_factor"]
-    allreduce = ["average", "name", "compression", "op", *factors, "process_set"]
-    assert parameters["grouped_allreduce"] == ["tensors", *allreduce]
-    assert parameters["allreduce_async_"] == ["tensor", "average", "name", "op", *factors, "process_set"]
-    assert parameters["reducescatter_async"] == ["tensor", "name", "op", "process_set", *factors]
-    assert parameters["grouped_allgather"] == ["tensors", "name", "process_set"]
-    assert parameters["broadcast_"] == parameters["broadcast_async"] == ["tensor", "root_rank", "name", "process_set"]
-    assert parameters["alltoall"] == ["tensor", "splits", "name", "process_set"]
-    assert parameters["broadcast_object"] == ["obj", "root_rank", "name", "process_set"]
+    expected = {
+        "grouped_allreduce": ["tensors", "average", "name", "compression", "op", *factors, "process_set"],
+        "allreduce_async_": ["tensor", "average", "name", "op", *factors, "process_set"],
+        "reducescatter_async": ["tensor", "name", "op", "process_set", *factors],
+        "grouped_allgather": ["tensors", "name", "process_set"],
+        **dict.fromkeys(("broadcast_", "broadcast_async"), ["tensor", "root_rank", "name", "process_set"]),
+        "alltoall": ["tensor", "splits", "name", "process_set"],
+        "broadcast_object": ["obj", "root_rank", "name", "process_set"],
+    }
+    assert {name: parameters[name] for name in expected} == expected
 
 
 def test_every_variant_has_a_name_and_documentation() -> None:

@@ -24,7 +24,7 @@ from tests.support.poptorch_data import (
     epoch,
     numbers,
 )
-from tests.support.poptorch_models import options
+from tests.support.poptorch_models import options, rejects
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -39,7 +39,6 @@ def _fork_server():
 
 @pytest.fixture
 def access():
-    """Create accessors that are terminated after the test."""
     made = []
 
     def make(dataset, **kwargs):
@@ -76,24 +75,6 @@ def test_epochs_are_complete_and_in_order(access, workers, buffer_size):
         assert epoch(accessor) == list(range(20))
 
 
-class Unbounded(torch.utils.data.Dataset):
-    """A map-style data set that raises no IndexError behind its end."""
-
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, index):
-        return torch.tensor([index])
-
-
-def test_the_length_of_a_map_style_data_set_does_not_end_its_epoch(access):
-    # As in PopTorch, which iterates over it: only an IndexError of the data set ends the epoch.
-    accessor = access(Unbounded())
-    assert len(accessor) == 3
-    for _ in range(2):
-        assert [int(item) for item in itertools.islice(accessor, 7)] == list(range(7))
-
-
 @pytest.mark.parametrize("load_indefinitely", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_iteration_after_break_starts_a_new_epoch(access, load_indefinitely, workers):
@@ -104,29 +85,15 @@ def test_iteration_after_break_starts_a_new_epoch(access, load_indefinitely, wor
     assert list(accessor) != []
 
 
-def test_next_after_the_end_of_an_epoch_raises_stop_iteration(access):
-    accessor = access(loader(2))
-    assert len([next(accessor), next(accessor)]) == 2
-    for _ in range(2):
-        with pytest.raises(StopIteration):
-            next(accessor)
-    assert epoch(accessor) == [0, 1]
-
-
-def test_elements_are_views_of_the_slots(access):
-    accessor = access(loader(8), buffer_size=2)
-    addresses = [element.data_ptr() for element in accessor]
-    assert len(set(addresses)) == 2
-    assert addresses[:2] * 4 == addresses
-
-
-def test_element_is_valid_until_the_next(access):
+def test_elements_are_views_of_the_slots_and_valid_until_the_next(access):
     accessor = access(loader(8), buffer_size=2, early_preload=True)
     first = next(iter(accessor))
     assert wait_until(lambda: accessor._fetcher.header.published == 2)
     assert numbers(first) == [0]
-    next(accessor)
+    addresses = [first.data_ptr(), next(accessor).data_ptr()]
     assert wait_until(lambda: numbers(first) == [2])
+    addresses += [next(accessor).data_ptr() for _ in range(6)]
+    assert (len(set(addresses)), addresses[:2] * 4) == (2, addresses)
 
 
 @pytest.mark.parametrize(("early_preload", "filled"), [(True, 4), (False, 1)])
@@ -136,13 +103,6 @@ def test_early_preload_fills_the_ring_before_the_first_iteration(access, early_p
     assert wait_until(lambda: header.published == filled)
     assert not wait_until(lambda: header.published > filled, within_s=0.2)
     assert epoch(accessor) == list(range(10))
-
-
-def test_next_epoch_is_prefetched(access):
-    accessor = access(loader(3), buffer_size=5)
-    assert epoch(accessor) == [0, 1, 2]
-    # 3 elements and the end of the epoch, then a full ring: 5 elements and the end of an epoch.
-    assert wait_until(lambda: accessor._fetcher.header.published == 4 + 5 + 1)
 
 
 @pytest.mark.parametrize(
@@ -169,42 +129,29 @@ def test_elements_keep_their_type(access, collate):
 def test_registered_types_are_elements(access, monkeypatch, strategy):
     monkeypatch.setattr(pytree, "_parsers", {})
     poptorch.registerCustomArgParser(Boxed, BoxParser())
-    data = [Boxed(torch.tensor([0.0])), Boxed(torch.tensor([1.0]))]
-    got = [box.inside.tolist() for box in access(data, sharing_strategy=strategy)]
-    assert got == [[0.0], [1.0]]
+    data = [Boxed(torch.tensor([number])) for number in (0.0, 1.0)]
+    assert [box.inside.tolist() for box in access(data, sharing_strategy=strategy)] == [[0.0], [1.0]]
 
 
-@pytest.mark.parametrize("element", [(torch.ones(1), (torch.ones(1),)), {"x": "text"}, 3, [[torch.ones(1)]]])
-def test_unsupported_elements_raise_error(access, element):
-    with pytest.raises(AssertionError, match="(?s)worker thread failed to start. An error .*supports tensors, flat"):
-        access([element])
+UNSUPPORTED = "(?s)worker thread failed to start. An error .*supports tensors, flat"
+WRONG = [{"buffer_size": 0}, {"buffer_size": 1.5}, {"buffer_size": True}, {"miss_sleep_time_in_ms": -1}]
 
 
-@pytest.mark.parametrize("second", [torch.ones(3), torch.ones(2, 2), [torch.ones(2)]])
-def test_elements_that_do_not_match_the_first_raise_error(access, second):
-    accessor = access([torch.ones(2), second])
-    next(iter(accessor))
-    with pytest.raises(AssertionError, match="first"):
-        next(accessor)
-
-
-def test_an_element_is_converted_to_the_dtype_of_the_first(access):
-    batches = access([torch.ones(2), torch.tensor([3, 4])])
-    assert [(batch.dtype, batch.tolist()) for batch in batches] == [(torch.float32, [1, 1]), (torch.float32, [3, 4])]
-
-
-def test_an_element_gets_the_shape_of_the_first(access):
-    # As in PopTorch, which copies it into a buffer of that shape.
-    assert [numbers(batch) for batch in access(torch.utils.data.DataLoader(Numbers(5), 2))] == [[0, 1], [2, 3], [4, 4]]
-    accessor = access(torch.utils.data.DataLoader(Numbers(5), 3))
-    next(iter(accessor))
-    with pytest.raises(AssertionError, match="first"):
-        next(accessor)
-
-
-def test_an_element_that_is_larger_than_the_rebatched_size_raises_error(access):
-    with pytest.raises(AssertionError, match="has 3 samples"):
-        access(loader(13, 3), rebatched_size=2)
+@pytest.mark.parametrize(
+    ("data", "arguments", "error", "message"),
+    [
+        ([(torch.ones(1), (torch.ones(1),))], {}, AssertionError, UNSUPPORTED),
+        *(([element], {}, AssertionError, UNSUPPORTED) for element in ({"x": "text"}, 3, [[torch.ones(1)]])),
+        ([(torch.ones(2), torch.ones(3))], {"rebatched_size": 2}, AssertionError, "same number of samples"),
+        ({"samples": 13, "batch_size": 3}, {"rebatched_size": 2}, AssertionError, "has 3 samples"),
+        ({"samples": 5, "batch_size": 2, "drop_last": False}, {}, AssertionError, "rebatched_size=2"),
+        ({"samples": 0}, {}, poptorch.Error, "data set is empty"),
+        *(({"samples": 4}, {"rebatched_size": size}, poptorch.Error, "rebatched_s") for size in (0, 1, -3, 2.5, "2")),
+        *(({"samples": 4}, arguments, AssertionError, next(iter(arguments))) for arguments in WRONG),
+    ],
+)
+def test_unsupported_elements_and_arguments_raise_error(access, data, arguments, error, message):
+    rejects(error, message, lambda: access(loader(**data) if isinstance(data, dict) else data, **arguments))
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -216,32 +163,38 @@ def test_rebatched_size_joins_elements(access, drop_last, size):
     expected = [size] * (samples // size) + ([samples % size] if samples % size and not drop_last else [])
     for _ in range(2):
         assert [len(batch) for batch in accessor] == expected
-    assert epoch(accessor) == list(range(sum(expected)))
-    assert len(accessor) == len(expected)
+    assert (epoch(accessor), len(accessor)) == (list(range(sum(expected))), len(expected))
 
 
-def test_samples_of_an_abandoned_epoch_are_not_joined(access):
+def test_the_next_epoch_is_prefetched_and_samples_of_an_abandoned_one_are_not_joined(access):
+    accessor = access(loader(3), buffer_size=5)
+    assert epoch(accessor) == [0, 1, 2]
+    # 3 elements and the end of the epoch, then a full ring: 5 elements and the end of an epoch.
+    assert wait_until(lambda: accessor._fetcher.header.published == 4 + 5 + 1)
     accessor = access(torch.utils.data.DataLoader(Numbers(10), 2), rebatched_size=5, buffer_size=1)
     for _ in range(3):
         assert numbers(next(iter(accessor))) == [0, 1, 2, 3, 4]
 
 
-def test_rebatching_tensors_of_different_sizes_raises_error(access):
-    with pytest.raises(AssertionError, match="same number of samples"):
-        access([(torch.ones(2), torch.ones(3))], rebatched_size=2)
-
-
-def test_iterable_and_indexable_data_sets(access):
+def test_map_style_iterable_indexable_and_large_data_sets(access):
+    # As in PopTorch, which iterates over it: only an IndexError of the data set ends the epoch.
+    accessor = access(Numbers(3))
+    assert len(accessor) == 3
+    for _ in range(2):
+        assert [int(item[0]) for item in itertools.islice(accessor, 7)] == list(range(7))
     assert [int(number) for (number,) in access(torch.utils.data.TensorDataset(torch.arange(3)))] == [0, 1, 2]
     assert epoch(access(torch.utils.data.DataLoader(Stream(8), 2, num_workers=2))) == [0, 2, 1, 3, 4, 6, 5, 7]
-
-
-def test_data_set_with_many_tensors_is_sent(access):
     many = [torch.tensor([number]) for number in range(400)]
     assert epoch(access(many, sharing_strategy=poptorch.SharingStrategy.ForkServer)) == list(range(400))
 
 
-def test_generator_has_one_epoch(access):
+def test_a_generator_has_one_epoch_and_next_after_the_end_of_an_epoch_raises_stop_iteration(access):
+    accessor = access(loader(2))
+    assert len([next(accessor), next(accessor)]) == 2
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(accessor)
+    assert epoch(accessor) == [0, 1]
     accessor = access(torch.ones(1) * number for number in range(3))
     assert [int(tensor) for tensor in accessor] == [0, 1, 2]
     assert list(accessor) == list(accessor) == []
@@ -260,34 +213,13 @@ def test_error_of_the_data_set_is_raised_with_its_traceback(access, workers, bro
     assert got == list(range(broken))
 
 
-def test_empty_data_set_raises_error(access):
-    with pytest.raises(poptorch.Error, match="data set is empty"):
-        access(loader(0))
-
-
-@pytest.mark.parametrize("size", [0, 1, -3, 2.5, "2"])
-def test_rebatched_size_must_be_more_than_one(access, size):
-    with pytest.raises(poptorch.Error, match="rebatched_size"):
-        access(loader(4), rebatched_size=size)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"buffer_size": 0}, {"buffer_size": 1.5}, {"buffer_size": True}, {"miss_sleep_time_in_ms": -1}]
-)
-def test_invalid_arguments_raise_error(access, wrong):
-    with pytest.raises(AssertionError, match=next(iter(wrong))):
-        access(loader(4), **wrong)
-
-
-def test_loader_with_short_last_batch_needs_rebatched_size(access):
-    with pytest.raises(AssertionError, match="rebatched_size=2"):
-        access(loader(5, 2, drop_last=False))
-
-
-def test_asynchronous_loader_cannot_be_wrapped(access):
-    data = loader(4, mode=poptorch.DataLoaderMode.Async, async_options=FORK)
-    with pytest.raises(poptorch.Error, match="already"):
-        access(data)
-    data.terminate()
-    with pytest.raises(AssertionError, match="terminated"):
-        iter(data)
+def test_an_element_gets_the_dtype_and_the_shape_of_the_first_or_is_an_error(access):
+    batches = access([torch.ones(2), torch.tensor([3, 4])])
+    assert [(batch.dtype, batch.tolist()) for batch in batches] == [(torch.float32, [1, 1]), (torch.float32, [3, 4])]
+    # As in PopTorch, which copies it into a buffer of that shape.
+    assert [numbers(batch) for batch in access(torch.utils.data.DataLoader(Numbers(5), 2))] == [[0, 1], [2, 3], [4, 4]]
+    others = ([torch.ones(2), second] for second in (torch.ones(3), torch.ones(2, 2), [torch.ones(2)]))
+    for data in (torch.utils.data.DataLoader(Numbers(5), 3), *others):
+        accessor = access(data)
+        next(iter(accessor))
+        rejects(AssertionError, "first", next, accessor)

@@ -1,4 +1,4 @@
-"""`PoplarExecutor`: wrapping, weights, attaching, buffers."""
+"""`PoplarExecutor`: wrapping, weights, attaching, buffers, saved executables and models."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import importlib
 import inspect
 import io
+import json
 import os
 import subprocess
 import sys
@@ -17,9 +18,10 @@ import weakref
 import poptorch
 import pytest
 import torch
+from poptorch.executor import saving
 from torch import nn
 
-from tests.support.poptorch_models import Apply, Line, batch, options, seeded, wrapped
+from tests.support.poptorch_models import Apply, Classifier, Line, batch, options, rejects, seeded, wrapped
 
 ONE = torch.ones(1)
 
@@ -37,7 +39,7 @@ def saved_and_loaded(value, **arguments):
     return torch.load(file, **arguments)
 
 
-def test_wrapping_replaces_classes_keeps_objects_and_freezes_the_options():
+def test_wrapping_replaces_classes_keeps_objects_freezes_the_options_and_rejects_scripted_modules():
     model, opts = Line(), options()
     weight = model.weight
     training = poptorch.trainingModel(model, opts)
@@ -47,28 +49,22 @@ def test_wrapping_replaces_classes_keeps_objects_and_freezes_the_options():
     assert isinstance(weight, nn.Parameter)
     with pytest.raises(AttributeError, match="no_such_name"):
         training.no_such_name  # noqa: B018
-    with pytest.raises(AttributeError, match="frozen"):
-        opts.deviceIterations(2)
+    rejects(AttributeError, "frozen", opts.deviceIterations, 2)
     assert opts.defaultOutputMode()
     assert training.options.output_mode == poptorch.OutputMode.Final
     for wrap in (poptorch.trainingModel, poptorch.inferenceModel):
         with pytest.raises(poptorch.Error, match="options must be a poptorch.Options, not dict"):
             wrap(Line(), {"device_iterations": 1})
-
-
-def test_a_scripted_module_is_rejected():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scripted = nn.Sequential(torch.jit.script(nn.ReLU()))
-    with pytest.raises(poptorch.Error, match="'0' is a torch.jit.ScriptModule"):
-        poptorch.inferenceModel(scripted, options())
+    rejects(poptorch.Error, "'0' is a torch.jit.ScriptModule", poptorch.inferenceModel, scripted, options())
 
 
 def test_a_model_is_wrapped_until_it_is_destroyed_and_can_be_called_again():
     model, training = train_line()
     for again in (model, nn.Sequential(model)):
-        with pytest.raises(RuntimeError, match="already been wrapped"):
-            poptorch.trainingModel(again, options())
+        rejects(RuntimeError, "already been wrapped", poptorch.trainingModel, again, options())
     training.destroy()
     assert type(model) is not Line, "only a compiled model is destroyed"
     training(ONE)
@@ -80,8 +76,7 @@ def test_a_model_is_wrapped_until_it_is_destroyed_and_can_be_called_again():
     assert model.weight.item() == 0.0
     training.destroy()
     poptorch.trainingModel(model, options())
-    with pytest.raises(RuntimeError, match="already been wrapped"):
-        training(ONE)
+    rejects(RuntimeError, "already been wrapped", training, ONE)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +113,7 @@ def test_pickled_and_copied_models_and_states_are_plain():
     training(ONE)
     all_classes = {"weights_only": False} if "weights_only" in inspect.signature(torch.load).parameters else {}
     for ordinary in (saved_and_loaded(model, **all_classes), copy.deepcopy(model)):
-        assert (type(ordinary), type(ordinary.weight)) == (Line, nn.Parameter)
-        assert ordinary.weight.item() == 0.5
+        assert (type(ordinary), type(ordinary.weight), ordinary.weight.item()) == (Line, nn.Parameter, 0.5)
     weight = saved_and_loaded(training.state_dict())["weight"]
     assert type(weight) is torch.Tensor
     assert weight.item() == 0.5
@@ -137,8 +131,7 @@ def test_the_host_s_weights_are_uploaded_by_compiling_by_copying_and_by_loading_
         return model.weight.item()
 
     for action in (training.copyWeightsToHost, training.copyWeightsToDevice):
-        with pytest.raises(poptorch.Error, match="not been compiled"):
-            action()
+        rejects(poptorch.Error, "not been compiled", action)
     write(3.0)
     assert after_an_update() == 2.5
     write(8.0)
@@ -153,18 +146,15 @@ def test_the_host_s_weights_are_uploaded_by_compiling_by_copying_and_by_loading_
 def test_attaching_and_detaching_keep_weights_and_momentum(caplog):
     model = Line()
     training = wrapped(model, momentum=0.9)
-    with pytest.raises(poptorch.Error, match="not been compiled"):
-        training.attachToDevice()
+    rejects(poptorch.Error, "not been compiled", training.attachToDevice)
     for _ in range(2):
         training.compile(ONE)
     assert "compiled already" in caplog.text
-    with pytest.raises(poptorch.Error, match="already attached"):
-        training.attachToDevice()
+    rejects(poptorch.Error, "already attached", training.attachToDevice)
     for is_attached_by_the_call in (True, False):
         training(ONE)
         training.detachFromDevice()
-        with pytest.raises(poptorch.Error, match="not attached"):
-            training.detachFromDevice()
+        rejects(poptorch.Error, "not attached", training.detachFromDevice)
         assert not training.isAttachedToDevice()
         if not is_attached_by_the_call:
             training.attachToDevice()
@@ -175,14 +165,15 @@ def test_attaching_and_detaching_keep_weights_and_momentum(caplog):
 
 @pytest.mark.parametrize("connection", list(poptorch.ConnectionType))
 def test_compiling_attaches_except_with_connection_type_never(connection):
-    training = poptorch.trainingModel(Line(), options().connectionType(connection))
-    training.compile(ONE)
+    training, other = (poptorch.trainingModel(Line(), options().connectionType(connection)) for _ in range(2))
+    for each in (other, training):
+        each.compile(ONE)
     assert training.isCompiled()
-    assert training.isAttachedToDevice() is (connection != poptorch.ConnectionType.Never)
+    for each in (other, training):  # at the same time
+        assert each.isAttachedToDevice() is (connection != poptorch.ConnectionType.Never)
     if connection == poptorch.ConnectionType.Never:
         for action in (lambda: training(ONE), training.attachToDevice):
-            with pytest.raises(AssertionError, match=r"ConnectionType\.Never"):
-                action()
+            rejects(AssertionError, r"ConnectionType\.Never", action)
 
 
 def test_inference_uses_weights_trained_on_the_same_module_or_executor():
@@ -204,15 +195,7 @@ def test_inference_uses_weights_trained_on_the_same_module_or_executor():
         poptorch.inferenceModel(Line(), options(accumulation=2))
 
 
-def test_training_mode_is_fixed_by_wrapping_and_compiling():
-    model = Apply(lambda self, x: (x, self.training, self.inner.training), inner=nn.Dropout(0.5))
-    inference = poptorch.inferenceModel(model, options())
-    for mode in (False, True):
-        model.train(mode)
-        assert inference(ONE)[1:] == (True, False)
-
-
-def test_hooks_run_before_and_after_a_compilation():
+def test_hooks_run_and_the_progress_bar_is_optional_and_closed_by_a_failure(capsys):
     seen = []
     before = poptorch.registerPreCompileHook(lambda: seen.append("before"))
     after = poptorch.registerPostCompileHook(lambda: seen.append("after"))
@@ -221,11 +204,7 @@ def test_hooks_run_before_and_after_a_compilation():
     after.remove()
     train_line()[1].compile(ONE)
     assert seen == ["before", "after"]
-    with pytest.raises(RuntimeError, match="must be callable"):
-        poptorch.registerPreCompileHook(3)
-
-
-def test_the_progress_bar_is_optional_and_closed_by_a_failure(capsys):
+    rejects(RuntimeError, "must be callable", poptorch.registerPreCompileHook, 3)
     poptorch.inferenceModel(nn.ReLU(), poptorch.Options())(ONE)
     assert "Graph compilation" in capsys.readouterr().err
     poptorch.inferenceModel(nn.ReLU(), options())(ONE)
@@ -236,8 +215,6 @@ def test_the_progress_bar_is_optional_and_closed_by_a_failure(capsys):
 
 
 class Counting(Line):
-    """Counts its forwards in a buffer."""
-
     def __init__(self, dtype=torch.float):
         super().__init__()
         self.register_buffer("count", torch.zeros(1, dtype=dtype))
@@ -247,19 +224,16 @@ class Counting(Line):
         return self.count, super().forward(x)
 
 
-def test_float_buffers_change_in_every_micro_batch_and_integers_are_constants():
+def test_float_buffers_change_in_every_micro_batch_with_replicas_without_broadcast_and_none_is_reassigned():
     model = Counting()
     training = poptorch.trainingModel(model, options(accumulation=3, iterations=2).outputMode(poptorch.OutputMode.All))
-    assert training(torch.ones(6))[0].tolist() == [1, 2, 3, 4, 5, 6]
-    assert model.count.item() == 6
+    assert (training(torch.ones(6))[0].tolist(), model.count.item()) == ([1, 2, 3, 4, 5, 6], 6)
     model = Counting(torch.long)
     training = poptorch.trainingModel(model, options(replicas=2, accumulation=2))
     for _ in range(2):
         assert training(torch.ones(4))[0].tolist() == [1, 1]
     assert model.count.item() == 0
 
-
-def test_changed_buffers_with_replicas_need_broadcast_buffers_false_and_none_may_be_reassigned():
     class Reassigning(Counting):
         def forward(self, x):
             self.count = self.count + 1
@@ -291,7 +265,13 @@ def test_statistics_are_per_replica_and_the_host_gets_those_of_replica_0():
     assert model.norm.num_batches_tracked.item() == 0
 
 
-def test_attributes_that_cannot_be_copied_are_shared():
+def test_training_mode_is_fixed_and_attributes_that_cannot_be_copied_are_shared():
+    model = Apply(lambda self, x: (x, self.training, self.inner.training), inner=nn.Dropout(0.5))
+    inference = poptorch.inferenceModel(model, options())
+    for mode in (False, True):
+        model.train(mode)
+        assert inference(ONE)[1:] == (True, False)
+
     def forward(line, x):
         assert line.layers[0] is line.inner
         return line.inner(x)
@@ -329,10 +309,171 @@ def test_a_model_without_parameters_returns_its_loss(replicas):
     torch.testing.assert_close(loss.mean(), torch.tensor(3.0).log())
 
 
-def test_a_model_that_is_no_longer_used_is_collected():
+def test_a_model_that_is_no_longer_used_is_collected_and_executable_caching_writes_nothing(tmp_path):
     model, training = train_line()
     training(ONE)
     references = [weakref.ref(model), weakref.ref(training)]
     del model, training
     gc.collect()
     assert [reference() for reference in references] == [None, None]
+    poptorch.inferenceModel(Line(), options().enableExecutableCaching(str(tmp_path / "cache")))(ONE)
+    assert not list(tmp_path.iterdir())
+
+
+def classifier(opts=None, dropout=0.5):
+    return wrapped(seeded(Classifier, dropout=dropout), opts, momentum=0.9)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    classifier().compileAndExport(tmp_path / "model", *batch(4))
+    return tmp_path / "model"
+
+
+def losses(training, calls=1, dtype=torch.float32):
+    found = []
+    for seed in range(calls):
+        images, labels = batch(4, seed)
+        found.append(training(images.to(dtype), labels)[1].item())
+    return found
+
+
+IN_HALF = {"accum_type": torch.half, "first_order_momentum_accum_type": torch.half, "loss_scaling": 64.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.half])
+def test_a_loaded_model_continues_exactly(tmp_path, dtype):
+    path = tmp_path / "new" / "folder" / "model.poptorch"
+    training = classifier(options().randomSeed(3))
+    if dtype == torch.half:
+        model = seeded(Classifier, dropout=0.5).half()
+        training = wrapped(model, options().randomSeed(3), "AdamW", lr=0.01, **IN_HALF)
+    losses(training, 2, dtype)
+    training.save(path)
+    loaded = poptorch.load(path)
+    assert loaded.isCompiled()
+    assert losses(loaded, 3, dtype) == losses(training, 3, dtype)
+    for found, weight in zip(loaded.model.parameters(), training.model.parameters()):
+        assert found.dtype == dtype
+        assert torch.equal(found, weight)
+    training.save(path, save_rng_state=False)
+    assert poptorch.load(path).rng_state == [3, 0]
+
+
+def test_executables_keep_the_hosts_weights_and_models_can_be_saved_and_compiled_offline(tmp_path):
+    classifier().compileAndExport(tmp_path / "model", *batch(4), export_model=False)
+    rejects(poptorch.Error, "export_model=False", poptorch.load, tmp_path / "model")
+    other = classifier()
+    with torch.no_grad():
+        other.model.linear.bias.fill_(0.25)
+    other.loadExecutable(tmp_path / "model")
+    assert other.isCompiled()
+    assert other.isAttachedToDevice()
+    assert other.model.linear.bias.tolist() == [0.25] * 5
+    losses(other)
+    rejects(poptorch.Error, "before the model is compiled", other.loadExecutable, tmp_path / "model")
+    rejects(poptorch.Error, "Shape mismatch for images", other, *batch(8))
+    images = batch(4)[0]
+    inference = poptorch.inferenceModel(seeded().eval(), options())
+    expected = inference(images)
+    inference.save(tmp_path / "saved")
+    poptorch.inferenceModel(seeded().eval(), options().useOfflineIpuTarget()).compileAndExport(tmp_path / "off", images)
+    for name in ("saved", "off"):
+        loaded = poptorch.load(str(tmp_path / name))
+        assert loaded.options.connection_type == poptorch.ConnectionType.Always
+        assert torch.equal(loaded(images), expected)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_an_executable_keeps_the_modes_it_was_compiled_for(tmp_path, is_training):
+    compiled, other = (nn.Sequential(nn.Dropout(0.5)).train(mode) for mode in (is_training, not is_training))
+    inference = poptorch.inferenceModel(compiled, options())
+    inference.compileAndExport(tmp_path / "model", torch.ones(64), export_model=False)
+    loaded = poptorch.inferenceModel(other, options())
+    loaded.loadExecutable(tmp_path / "model")
+    assert (set(loaded(torch.ones(64)).tolist()) == {0.0, 2.0}) is is_training
+    assert other.training is not is_training
+
+
+def test_save_needs_a_compiled_model_and_load_can_edit_some_options(tmp_path, caplog):
+    rejects(poptorch.Error, "not been compiled", lambda: classifier().save(tmp_path / "model"))
+    assert not list(tmp_path.iterdir())
+    classifier().compileAndExport(tmp_path, *batch(4))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.poptorch"]
+    assert "is a directory" in caplog.text
+    assert poptorch.load(tmp_path).isCompiled()
+    training = classifier(options().connectionType(poptorch.ConnectionType.Never))
+    training.compileAndExport(tmp_path / "model", *batch(4))
+    loaded = poptorch.load(tmp_path / "model", lambda o: o.connectionType(poptorch.ConnectionType.OnDemand))
+    assert loaded.options.connection_type == poptorch.ConnectionType.OnDemand
+    losses(loaded)
+    with pytest.raises(poptorch.Error, match="device iterations was 1 and is 2"):
+        poptorch.load(tmp_path / "model", lambda o: o.deviceIterations(2))
+
+
+class Wider(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (lambda: poptorch.inferenceModel(seeded(), options()), "kind was 'training'"),
+        (lambda: poptorch.trainingModel(seeded(Wider), options()), "module '' was"),
+        (lambda: classifier(options(2)), "replication factor was 1 and is 2"),
+        (lambda: poptorch.trainingModel(Line(), options()), "compiled for another model"),
+    ],
+)
+def test_an_executable_of_another_model_or_options_is_rejected(saved, other, what):
+    rejects(poptorch.Error, what, lambda: other().loadExecutable(saved))
+
+
+DAMAGES = [
+    (lambda data: b"", "is not a valid PopTorch file"),
+    (lambda data: b"PK\x03\x04" + data, "is not a valid PopTorch file"),
+    (lambda data: data[:30], "truncated"),
+    (lambda data: data[:100], "truncated"),
+    (lambda data: data[:-1], "truncated"),
+    (lambda data: data + b"more", "instead of"),
+    (lambda data: data[:60] + b"?" + data[61:], "checksum of its header"),
+    (lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], "checksum of its section"),
+    (lambda data: data.replace(b"popef\x03", b"popef\x01", 1), "another version of the emulated SDK: compile and save"),
+]
+
+
+def test_damaged_files_and_those_of_another_version_are_rejected(saved, tmp_path, monkeypatch):
+    content, other = saved.read_bytes(), classifier()
+    for damage, message in DAMAGES:
+        saved.write_bytes(damage(content))
+        for load in (poptorch.load, other.loadExecutable):
+            rejects(poptorch.Error, message, load, saved)
+    rejects(poptorch.Error, "cannot be read", poptorch.load, saved.parent / "none")
+    header = saved.read_bytes()[52:].split(b"]}", 1)[0] + b"]}"
+    assert json.loads(header)["poptorch"] == poptorch.__version__
+    with monkeypatch.context() as earlier:
+        earlier.setattr(saving, "VERSION", "3.3.0")
+        classifier().compileAndExport(saved, *batch(4))
+    rejects(poptorch.Error, r"saved by poptorch 3\.3\.0", poptorch.load, saved)
+
+
+class LargestIndex(Line):
+    def forward(self, x):
+        return super().forward(nn.functional.one_hot(x)[:, 2].float())  # needs the index 2 in every micro-batch
+
+
+def test_a_model_that_cannot_be_pickled_is_rejected_and_loading_traces_inputs_of_the_compiling_call(tmp_path):
+    class Local(Line):
+        pass
+
+    training = poptorch.trainingModel(Local(), options())
+    rejects(poptorch.Error, "export_model=False", training.compileAndExport, tmp_path / "model", torch.ones(1))
+    assert not list(tmp_path.iterdir())
+    training.save(tmp_path / "model", export_model=False)
+    poptorch.trainingModel(Local(), options()).loadExecutable(tmp_path / "model")
+    indices = torch.tensor([0, 2, 1, 2])
+    poptorch.trainingModel(LargestIndex(), options(2)).compileAndExport(tmp_path / "other", indices)
+    training = poptorch.trainingModel(LargestIndex(), options(2))
+    training.loadExecutable(tmp_path / "other")
+    assert training(indices).tolist() == [0.5, 0.5]

@@ -22,7 +22,7 @@ from poptorch.data import fetcher_process
 from tests.support import ROOT
 from tests.support.bounded import wait_until
 from tests.support.poptorch_data import FORK, Hung, Numbers, epoch
-from tests.support.poptorch_models import options
+from tests.support.poptorch_models import options, rejects
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -61,9 +61,8 @@ def has_ended(pid):
 
 
 def loader(samples=1000):
-    return poptorch.DataLoader(
-        options(), Numbers(samples), num_workers=1, mode=poptorch.DataLoaderMode.Async, async_options=FORK
-    )
+    arguments = {"num_workers": 1, "mode": poptorch.DataLoaderMode.Async, "async_options": FORK}
+    return poptorch.DataLoader(options(), Numbers(samples), **arguments)
 
 
 @pytest.fixture
@@ -96,24 +95,15 @@ def in_own_group(program, connection):
     program(connection)
 
 
-def test_terminate_ends_the_process_by_request_and_can_be_repeated():
+def test_terminate_ends_the_process_by_request_and_can_be_repeated_and_so_does_deletion():
     data = accessor(poptorch.DataLoader(options(), Numbers(50), num_workers=1))
-    next(iter(data))
+    first = next(iter(data))
     process = data._fetcher._process
     data.terminate()
     data.terminate()
     assert process.exitcode == 0  # by request, not by a signal
-
-
-def test_last_element_stays_readable_after_terminate():
-    data = accessor(Numbers(5))
-    first = next(iter(data))
-    data.terminate()
-    assert first.tolist() == [0, 0]
-
-
-def test_deletion_ends_the_process():
-    data = poptorch.DataLoader(options(), Numbers(5), mode=poptorch.DataLoaderMode.Async, async_options=FORK)
+    assert first.tolist() == [[0, 0]], "the last element stays readable"
+    data = loader(5)
     pid = pid_of(data._accessor)
     del data
     assert wait_until(lambda: has_ended(pid))
@@ -129,20 +119,18 @@ def test_terminate_interrupts_a_hung_data_set(monkeypatch, workers):
     assert wait_until(lambda: all(map(has_ended, family)), within_s=8)
 
 
-def test_killed_fetcher_raises_error():
+def test_killed_fetcher_and_a_data_set_that_cannot_be_pickled_raise_error():
     data = accessor(poptorch.DataLoader(options(), Numbers(50)), buffer_size=2)
     next(iter(data))
     os.kill(pid_of(data), signal.SIGKILL)
-    with pytest.raises(AssertionError, match="ended with exit code -9"):
-        epoch(data)
+    rejects(AssertionError, "ended with exit code -9", epoch, data)
     data.terminate()
-
-
-def test_data_set_that_cannot_be_pickled_raises_error():
-    with pytest.raises(poptorch.Error, match="picklable"):
-        accessor((number for number in range(3)), sharing_strategy=poptorch.SharingStrategy.SharedMemory)
-    with pytest.raises(poptorch.Error, match="picklable"):
-        accessor([lambda: 3], sharing_strategy=poptorch.SharingStrategy.FileSystem)
+    strategies = poptorch.SharingStrategy
+    for data, strategy in (
+        ((each for each in range(3)), strategies.SharedMemory),
+        ([lambda: 3], strategies.FileSystem),
+    ):
+        rejects(poptorch.Error, "picklable", accessor, data, sharing_strategy=strategy)
 
 
 def is_interrupted(connection):
@@ -173,16 +161,6 @@ def waits(connection):
     next(samples)
 
 
-def test_ctrl_c_that_ends_the_program_ends_its_processes(start):
-    pid, connection = start(is_interrupted)
-    family = [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    assert len(family) == 2
-    os.killpg(pid, signal.SIGINT)
-    assert connection.poll(20)
-    assert connection.recv() == "interrupted"
-    assert wait_until(lambda: all(map(has_ended, family)))
-
-
 def test_loading_continues_if_the_program_handles_ctrl_c(start):
     pid, connection = start(continues)
     os.killpg(pid, signal.SIGINT)
@@ -190,10 +168,17 @@ def test_loading_continues_if_the_program_handles_ctrl_c(start):
     assert connection.recv() == [1000, 1000]
 
 
-def test_killed_program_leaves_no_process(start):
-    pid, _ = start(waits)
+@pytest.mark.parametrize(("program", "end"), [(is_interrupted, signal.SIGINT), (waits, signal.SIGKILL)])
+def test_a_program_that_ctrl_c_or_a_signal_ends_leaves_no_process(start, program, end):
+    pid, connection = start(program)
     family = [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    os.kill(pid, signal.SIGKILL)
+    assert len(family) == 2
+    if end == signal.SIGINT:
+        os.killpg(pid, end)
+        assert connection.poll(20)
+        assert connection.recv() == "interrupted"
+    else:
+        os.kill(pid, end)
     assert wait_until(lambda: all(map(has_ended, family)))
 
 

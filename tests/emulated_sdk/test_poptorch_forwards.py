@@ -1,11 +1,15 @@
-"""What a forward may do on the device, and which state of the host it uses."""
+"""What a forward may do on the device: state of the host, gradients, buffers, tensors of other threads."""
 
 from __future__ import annotations
 
 import contextvars
 import functools
+import logging
 import types
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Callable, Dict, List, Tuple
 
+import numpy
 import poptorch
 import pytest
 import torch
@@ -13,54 +17,32 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.poptorch_models import Apply, Line, on_device, options, seeded, trained, wrapped
+from tests.support.poptorch_models import Apply, Line, on_device, options, rejects, seeded, trained, wrapped
 
 
-class Before(Line):
-    """A `Line` whose forward first calls a function, and returns its result, too."""
+def before(function):
+    def forward(line, x):
+        return function(line, x), poptorch.identity_loss(line.weight * x, "mean")
 
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        result = self.function(self, x)
-        return result, super().forward(x)
+    return Apply(forward, weight=nn.Parameter(torch.ones(())))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda line, x: setattr(line, "weight", nn.Parameter(torch.zeros(()))),
-        lambda line, x: setattr(line.weight, "data", torch.zeros(())),
-    ],
-)
-def test_reassigning_a_parameter_is_rejected(change):
-    with pytest.raises(
-        poptorch.Error, match="Parameter weight is reassigned within the model when calling the forward"
-    ):
-        trained(Before(change), torch.ones(1))
+REASSIGNED = "Parameter weight is reassigned within the model when calling the forward"
 
 
 @pytest.mark.parametrize("wrap", [poptorch.trainingModel, poptorch.inferenceModel])
-@pytest.mark.parametrize("target", [lambda line: line.weight, lambda line: line.weight.data])
-def test_changing_a_parameter_in_place_is_rejected(wrap, target):
-    clamped = Before(lambda line, x: torch.no_grad()(target(line).clamp_)(max=0.5))
-    with pytest.raises(poptorch.Error, match="changes the parameter 'weight' in place"):
-        wrap(clamped, options())(torch.ones(1))
-
-
-def test_python_attributes_keep_their_traced_values():
-    def count(line, x):
-        line.calls = getattr(line, "calls", 0) + 1
-        line.kept = x * 2
-        return x * line.calls
-
-    model = Before(count)
-    training = wrapped(model, options(replicas=2))
-    assert [training(torch.ones(2))[0].tolist() for _ in range(3)] == [[1, 1]] * 3
-    assert not hasattr(model, "calls")
-    assert not any("kept" in vars(replica.memory.module) for replica in training._program._replicas)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda line: setattr(line, "weight", nn.Parameter(torch.zeros(()))), REASSIGNED),
+        (lambda line: setattr(line.weight, "data", torch.zeros(())), REASSIGNED),
+        (lambda line: torch.no_grad()(line.weight.clamp_)(max=0.5), "changes the parameter 'weight' in place"),
+        (lambda line: line.weight.data.clamp_(max=0.5), "changes the parameter 'weight' in place"),
+    ],
+)
+def test_changing_a_parameter_in_place_is_rejected(wrap, change, message):
+    model = before(lambda line, x: change(line))
+    rejects(poptorch.Error, message, wrap(model, options()), torch.ones(1))
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -74,14 +56,6 @@ def test_a_tensor_that_is_no_buffer_keeps_its_value_of_the_compilation(replicas)
         inference = poptorch.inferenceModel(model, options(replicas=replicas))
         assert [inference(torch.zeros(replicas)).tolist() for _ in range(3)] == [[1] * replicas] * 3
     assert model.calls.tolist() == [1], "the forward that is traced changes the host's tensor"
-
-
-def test_inputs_changed_in_place_change_in_the_callers_tensor():
-    x = torch.tensor([1.0, 2.0])
-    trained(Before(lambda line, x: x.add_(1)), x, opts=options(accumulation=2))
-    assert x.tolist() == [2, 3]
-    trained(Before(lambda line, x: x + 1), x)
-    assert x.tolist() == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -122,11 +96,20 @@ def test_attributes_that_refer_to_the_module_refer_to_its_copy(made):
     model = Line()
     model.forward = made(model)
     trained(model, torch.ones(2), opts=options(2), lr=0.5)
-    assert model.weight.item() == 0.5
-    assert model.forward(torch.ones(())).item() == 0.5
+    assert (model.weight.item(), model.forward(torch.ones(())).item()) == (0.5, 0.5)
 
 
-def test_a_closure_changes_variables_of_the_program():
+def test_python_attributes_keep_their_traced_values_and_a_closure_changes_variables():
+    def count(line, x):
+        line.calls = getattr(line, "calls", 0) + 1
+        line.kept = x * 2
+        return x * line.calls
+
+    model = before(count)
+    training = wrapped(model, options(replicas=2))
+    assert [training(torch.ones(2))[0].tolist() for _ in range(3)] == [[1, 1]] * 3
+    assert not hasattr(model, "calls")
+    assert not any("kept" in vars(replica.memory.module) for replica in training._program._replicas)
     calls = []
     model = Line()
     model.register_forward_hook(lambda module, args, output: calls.append(module))
@@ -150,7 +133,13 @@ def test_a_checkpoint_recomputes_with_the_same_random_numbers(use_reentrant):
     assert torch.equal(weight_of(checkpointed), weight_of(lambda part, x: part(x)))
 
 
-def test_parameters_of_a_branch_that_was_not_traced_are_reduced():
+def test_inputs_change_in_the_callers_tensor_and_parameters_of_all_branches_are_reduced():
+    x = torch.tensor([1.0, 2.0])
+    trained(before(lambda line, x: x.add_(1)), x, opts=options(accumulation=2))
+    assert x.tolist() == [2, 3]
+    trained(before(lambda line, x: x + 1), x)
+    assert x.tolist() == [2, 3]
+
     def forward(model, x):
         return poptorch.identity_loss((model.high if x.sum() > 0 else model.low) * x, "mean")
 
@@ -158,8 +147,7 @@ def test_parameters_of_a_branch_that_was_not_traced_are_reduced():
     model = Apply(forward, low=low, high=high, unused=unused)
     trained(model, torch.tensor([2.0, -2.0]), opts=options(2), lr=0.5, weight_decay=0.1)
     assert model.high.item() == pytest.approx(1 - 0.5 * (1 + 0.1))
-    assert model.low.item() == pytest.approx(1 - 0.5 * (-1 + 0.1))
-    assert model.unused.item() == 1
+    assert (model.low.item(), model.unused.item()) == (pytest.approx(1 - 0.5 * (-1 + 0.1)), 1)
 
 
 _setting = contextvars.ContextVar("setting", default=1)
@@ -183,10 +171,8 @@ def test_replica_threads_have_the_callers_thread_local_state(replicas):
 
 
 def through_a_closure():
-    """Return a model whose forward reaches its modules through the closure only."""
     base = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    recurrent = nn.LSTM(4, 3)
-    scale = nn.Parameter(torch.ones(3))
+    recurrent, scale = nn.LSTM(4, 3), nn.Parameter(torch.ones(3))
     model = Apply(lambda x, y: F.cross_entropy(recurrent(base(x)[None])[0][0] * scale, y))
     model.base, model.recurrent, model.scale = base, recurrent, scale
     return model
@@ -219,31 +205,194 @@ class UsesOutside(Line):
 
 
 def test_a_parameter_outside_of_the_model_is_named_or_described():
-    inner = UsesOutside()
+    inner, no_function = UsesOutside(), Line()
     inner.forward = types.MethodType(UsesOutside.forward, inner)
-    no_function = Line()
     no_function.forward = functools.partial(UsesOutside.forward, UsesOutside())
     named = r"'OUTSIDE\.(weight|bias)', which is not part of the model"
     described = r"forward uses a parameter of shape \[.*\], which is not part of the model"
     for model, message in ((UsesOutside(), named), (nn.Sequential(inner), named), (no_function, described)):
-        with pytest.raises(poptorch.Error, match=message):
-            poptorch.trainingModel(model, options())(torch.ones(1, 1))
+        rejects(poptorch.Error, message, poptorch.trainingModel(model, options()), torch.ones(1, 1))
 
 
-def test_the_device_has_the_name_ipu():
+def test_the_device_has_the_name_ipu_and_writes_indices_of_32_bits():
     def add(x):
         assert poptorch._impl.isDispatchTracing() != model.isCompiled()
         return x.to("ipu") + torch.ones(2, device="ipu") + torch.ones(2, device=torch.device("ipu", 0))
 
     model = poptorch.inferenceModel(Apply(add), options())
-    assert model(torch.ones(2)).tolist() == [3, 3]
-    assert model(torch.zeros(2)).tolist() == [2, 2]
+    assert [model(x).tolist() for x in (torch.ones(2), torch.zeros(2))] == [[3, 3], [2, 2]]
     assert not poptorch._impl.isDispatchTracing()
-
-
-@pytest.mark.parametrize("function", [torch.bucketize, lambda x, edges, **other: torch.searchsorted(edges, x, **other)])
-def test_indices_of_32_bits_are_written_into_an_output_of_the_device(function):
     x, edges, out = torch.tensor([[2, 5], [6, 9]]), torch.tensor([1, 5, 7]), torch.zeros(2, 2, dtype=torch.int32)
-    found = on_device(lambda x, edges, out: function(x, edges, out_int32=True, out=out), x, edges, out)
-    assert found.dtype == torch.int32
-    assert found.tolist() == [[1, 1], [2, 3]]
+    for function in (torch.bucketize, lambda x, edges, **other: torch.searchsorted(edges, x, **other)):
+        call = functools.partial(function, out_int32=True)
+        found = on_device(lambda x, edges, out: call(x, edges, out=out), x, edges, out)  # noqa: B023
+        assert (found.dtype, found.tolist()) == (torch.int32, [[1, 1], [2, 3]])
+
+
+X = torch.arange(12.0).view(4, 3) / 12
+
+
+def by_grad(energy, x):
+    x.requires_grad_()
+    return torch.autograd.grad(energy(x).sum(), x, create_graph=True)[0]
+
+
+def by_attribute(energy, x):
+    x.requires_grad = True
+    return torch.autograd.grad([energy(x).sum()], [x])[0]
+
+
+def by_backward(energy, x):
+    x = x.clone().requires_grad_()
+    torch.autograd.backward([energy(x).sum()], inputs=[x])
+    return x.grad
+
+
+def by_jacobian(energy, x):
+    return torch.autograd.functional.jacobian(lambda y: energy(y).sum(), x)
+
+
+def of_the_weight(energy, x):
+    return torch.autograd.grad(energy(x).sum(), energy[0].weight)[0].sum() * x
+
+
+class Energy(nn.Sequential):
+    def __init__(self, gradient=by_grad):
+        super().__init__(nn.Linear(3, 4), nn.SiLU())
+        self.gradient = gradient
+
+    def forward(self, x):
+        energy = nn.Sequential(self[0], self[1], nn.Softplus())
+        return self.gradient(energy, x[:, :3])
+
+
+class Fit(Energy):
+    def forward(self, x):
+        force = super().forward(x)
+        return force, poptorch.identity_loss((force**2).mean(), "none")
+
+
+@pytest.mark.parametrize("gradient", [by_grad, by_attribute, by_backward, by_jacobian, of_the_weight])
+def test_inference_computes_gradients_in_forward(monkeypatch, gradient):
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")  # PopTorch lowers the operators that autograd makes
+    model = seeded(Energy, gradient=gradient).eval()
+    expected = torch.cat([model(part.clone()) for part in X.split(2)]).detach()
+    inference = poptorch.inferenceModel(model, options(2))
+    for _ in range(2):
+        forces = inference(X)
+        assert torch.allclose(forces, expected, atol=1e-6)
+        assert not forces.requires_grad
+
+
+def test_training_on_gradients_equals_torch_and_both_traces_show_one(monkeypatch):
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+    model, reference = seeded(Fit), seeded(Fit)
+    training = wrapped(model, options(), lr=0.5)
+    optimizer = torch.optim.SGD(reference.parameters(), 0.5)
+    for _ in range(2):
+        force, _ = training(X)
+        optimizer.zero_grad()
+        expected, loss = reference(X.clone())
+        loss.backward()
+        optimizer.step()
+        assert torch.allclose(force, expected, atol=1e-6)
+    assert torch.allclose(model[0].weight, reference[0].weight, atol=1e-6)
+    calls, graphs = [], []
+
+    def gradient(energy, x):
+        calls.append(1)
+        return by_grad(energy, x)
+
+    poptorch.inferenceModel(Energy(gradient), options())(X)
+    assert calls == [1]
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.register_forward_hook(lambda module, args, output: graphs.append(output.requires_grad))
+    poptorch.inferenceModel(model, options())(X)
+    assert graphs == [False]
+
+
+UPDATES = {
+    "copy_": lambda state, index, y: state.copy_(y),
+    "index_put_": lambda state, index, y: state.index_put_((index,), y),
+    "setitem": lambda state, index, y: state.__setitem__(index, y),
+    "mul_add_": lambda state, index, y: state.mul_(0.5).add_(y),
+    "scatter_": lambda state, index, y: state.scatter_(0, index[:, None].expand(3, 2), y),
+}
+
+
+class Memory(nn.Module):
+    def __init__(self, update):
+        super().__init__()
+        self.layer, self.update = nn.Linear(2, 2), update
+        self.register_buffer("state", torch.zeros(3, 2))
+
+    def forward(self, x, index):
+        y = torch.tanh(self.layer(x + self.state[index]))
+        self.update(self.state, index, y)
+        return poptorch.identity_loss((y**2).sum() + self.state.sum(), "none")
+
+
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_buffer_with_a_graph_is_a_leaf_in_each_micro_batch(update, accumulation):
+    model, reference = seeded(Memory, update=update), seeded(Memory, update=update)
+    index = torch.tensor([2, 0, 1] * accumulation)
+    training = wrapped(model, options(accumulation=accumulation), lr=0.1)
+    optimizer = torch.optim.SGD(reference.parameters(), 0.1)
+    for step in range(3):
+        x = torch.full((3 * accumulation, 2), 0.25 * (step + 1))
+        training(x, index)
+        optimizer.zero_grad()
+        for part, where in zip(x.chunk(accumulation), index.chunk(accumulation)):
+            (reference(part, where) / accumulation).backward()
+            reference.state.detach_()
+        optimizer.step()
+    assert torch.allclose(model.state, reference.state, atol=1e-6)
+    assert torch.allclose(model.layer.weight, reference.layer.weight, atol=1e-6)
+
+
+KINDS: Dict[str, Tuple[Callable[[], torch.Tensor], str]] = {
+    "empty": (lambda: torch.empty(3), "meta"),
+    "tensor": (lambda: torch.tensor([1.0]), "meta"),
+    "zeros_like": (lambda: torch.zeros_like(torch.from_numpy(numpy.ones(3))), "meta"),
+    "normal": (lambda: torch.normal(0.0, 1.0, (3,)), "meta"),
+    "within torch": (lambda: torch.utils.data.default_collate([1.0, 2.0]), "meta"),
+    "with a device": (lambda: torch.ones(3, device="cpu"), "cpu"),
+    "normal of tensors": (lambda: torch.normal(torch.from_numpy(numpy.ones(3)), 1.0), "cpu"),
+    "from_numpy": (lambda: torch.from_numpy(numpy.ones(3)), "cpu"),
+    "new_empty": (lambda: torch.from_numpy(numpy.ones(3)).new_empty(3), "cpu"),
+}
+
+
+def made_while_compiling(function: Callable[[], Any]) -> Any:
+    made: List[Any] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1, "feed") as pool:
+            made.append(pool.submit(function).result())
+        return x * torch.ones(2)
+
+    executor = poptorch.inferenceModel(Apply(forward), options())
+    before = torch.empty, torch.normal
+    try:
+        executor.compile(torch.zeros(1, 2))
+    finally:
+        assert (torch.empty, torch.normal) == before
+    return made[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_of_other_threads_are_on_no_host(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    function, device = KINDS[kind]
+    with caplog.at_level(logging.WARNING, "poptorch::python"):
+        assert made_while_compiling(function).device.type == device
+    assert (f"({__file__}:" in caplog.text) is (device == "meta")
+
+
+def test_strict_mode_names_the_thread_and_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+    function = KINDS["empty"][0]
+    line = f"{__file__}:{function.__code__.co_firstlineno}"
+    message = rf"the thread 'feed_0' \({line}\), while the thread 'MainThread' compiles"
+    rejects(poptorch.Error, message, made_while_compiling, function)
+    assert made_while_compiling(lambda: torch.from_numpy(numpy.ones(3))).device.type == "cpu"

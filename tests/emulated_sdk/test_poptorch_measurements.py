@@ -1,15 +1,21 @@
-"""Measurements of a call: times, cycles, anchored tensors; synthetic data, named buffers, random state."""
+"""Measurements of a call: times, cycles, anchored tensors, spans; synthetic data, named buffers, random state."""
 
 from __future__ import annotations
 
 import datetime
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Dict, List
 
 import poptorch
 import pytest
 import torch
 from torch import nn
 
-from tests.support.poptorch_models import Line, batch, options, seeded, wrapped
+from tests.support.poptorch_models import Apply, Line, batch, options, rejects, seeded, wrapped
 
 All, EveryN = poptorch.OutputMode.All, poptorch.OutputMode.EveryN
 EVENTS = ("input", "input_complete", "output", "output_complete")
@@ -19,59 +25,36 @@ def classifier(opts=None):
     return wrapped(seeded(), opts)
 
 
-def test_latencies_are_those_of_the_last_call_and_zero_before():
-    training = classifier(options(2, 2))
+def test_latencies_counters_times_and_cycles_are_those_of_the_last_call_and_zero_before():
+    training = classifier(options(2, 2, 3))
     queries = [training.getHostIpuLatency, training.getComputeLatency, training.getIpuHostLatency, training.getLatency]
     assert training.getPerfCounters() == dict.fromkeys(EVENTS, [[]])
-    assert training.getLatency() == training.getComputeLatency() == (0.0, 0.0, 0.0)
-    training.compile(*batch(8))
-    assert [query() for query in queries] == [(0.0, 0.0, 0.0)] * 4
-    training(*batch(8))
+    for is_compiled in (False, True):
+        if is_compiled:
+            training.compile(*batch(24))
+        assert [query() for query in queries] == [(0.0, 0.0, 0.0)] * 4
+    training(*batch(24))
     for low, high, average in (query() for query in queries):
         assert 0 < low <= average <= high
     assert training.getLatency()[1] > training.getComputeLatency()[0]
-
-
-def test_counters_have_a_list_for_every_tensor_and_a_time_for_every_micro_batch():
-    training = classifier(options(2, 2, 3))
-    training(*batch(24))
     counters = training.getPerfCounters()
     assert sorted(counters) == sorted(EVENTS)
     assert all(len(tensors) == 2 and len(tensors[0]) == 6 for tensors in counters.values())
     for times in zip(*(counters[event][0] for event in EVENTS)):
         assert list(times) == sorted(times)
-
-
-def test_compilation_time_and_cycle_count():
     training = classifier(options().logCycleCount(True).showCompilationProgressBar(True))
     for query in ("compilationTime", "rng_state"):
         with pytest.raises(poptorch.Error, match="not been compiled|Please compile the model"):
             getattr(training, query)()
     training.compile(*batch(4))
     assert training.compilationTime() > datetime.timedelta()
-    with pytest.raises(poptorch.Error, match="run the model at least once"):
-        training.cycleCount()
+    rejects(poptorch.Error, "run the model at least once", training.cycleCount)
     training(*batch(4))
     assert training.cycleCount() > 1000
     not_logging = classifier()
     not_logging(*batch(4))
-    with pytest.raises(poptorch.Error, match="logCycleCount"):
-        not_logging.cycleCount()
-    with pytest.raises(poptorch.Error, match="showCompilationProgressBar"):
-        not_logging.compilationTime()
-
-
-def test_the_batch_size_that_a_model_is_compiled_for():
-    training = classifier(options(1, 2))
-    assert training._executable is training._executable_inputs is None
-    images, labels = batch(4)
-    training.compile(images, labels=labels)
-    assert training._executable is not None
-    found = training._executable_inputs
-    assert [(arg.shape, arg.dtype) for arg in found.args] == [(each.shape, each.dtype) for each in (images, labels)]
-    assert found.kwargs == {}
-    training.destroy()
-    assert training._executable_inputs is None
+    rejects(poptorch.Error, "logCycleCount", not_logging.cycleCount)
+    rejects(poptorch.Error, "showCompilationProgressBar", not_logging.compilationTime)
 
 
 def anchored(opts, *anchors):
@@ -80,14 +63,22 @@ def anchored(opts, *anchors):
     return opts
 
 
-def test_names_of_tensors():
-    training = classifier()
-    training.compile(*batch(4))
+def test_names_of_tensors_and_the_inputs_that_a_model_is_compiled_for():
+    training = classifier(options(1, 2))
+    assert training._executable is training._executable_inputs is None
+    images, labels = batch(4)
+    training.compile(images, labels=labels)
+    assert training._executable is not None
+    found = training._executable_inputs
+    assert [(arg.shape, arg.dtype) for arg in found.args] == [(each.shape, each.dtype) for each in (images, labels)]
+    assert found.kwargs == {}
     names = training.getTensorNames()
     gradients = {"Gradient___linear.bias", "Gradient___images", "Gradient___conv/Conv2d:0"}
     assert {"images", "labels", "linear.weight", "conv/Conv2d:0", "Classifier:1"} | gradients <= set(names)
     assert "Gradient___labels" not in names
     assert len(set(names)) == len(names)
+    training.destroy()
+    assert training._executable_inputs is None
 
 
 def test_anchored_gradients_equal_those_of_torch():
@@ -134,68 +125,56 @@ def test_an_anchor_has_its_own_output_mode_or_that_of_the_model(of_the_model, of
 
 def test_anchors_of_inference_and_unknown_names():
     inference = poptorch.inferenceModel(nn.Sequential(nn.ReLU()), anchored(options(), ("act", "0/ReLU:0")))
-    with pytest.raises(AssertionError, match="before calling getTensorNames"):
-        inference.getTensorNames()
+    rejects(AssertionError, "before calling getTensorNames", inference.getTensorNames)
     inference.compile(torch.ones(1))
-    with pytest.raises(AssertionError, match="available after a call"):
-        inference.getAnchoredTensor("act")
+    rejects(AssertionError, "available after a call", inference.getAnchoredTensor, "act")
     inference(torch.ones(1))
     assert inference.getAnchoredTensor("act").tolist() == [1.0]
-    with pytest.raises(AssertionError, match="No tensor with name 'other' found.*anchored are act"):
-        inference.getAnchoredTensor("other")
+    rejects(AssertionError, "No tensor with name 'other' found.*anchored are act", inference.getAnchoredTensor, "other")
     with pytest.raises(poptorch.Error, match="getTensorNames"):
         poptorch.inferenceModel(nn.ReLU(), anchored(options(), ("g", "Gradient___input")))(torch.ones(1))
 
 
-def test_buffers_and_the_final_loss_scale_can_be_anchored():
+def test_buffers_updated_weights_and_the_final_loss_scale_can_be_anchored():
     model = Line()
     model.register_buffer("offset", torch.tensor([3.0]))
     opts = anchored(options(), ("b", "offset"), ("scale", "finalLossScale"))
     opts.Training.setAutomaticLossScaling(True)
     training = wrapped(model, opts, loss_scaling=8.0)
     training(torch.ones(1))
-    assert training.getAnchoredTensor("b").tolist() == [3.0]
-    assert training.getAnchoredTensor("scale") == 8.0
+    assert (training.getAnchoredTensor("b").tolist(), training.getAnchoredTensor("scale")) == ([3.0], 8.0)
     assert training._optimizer.state_dict()["ipu_state"]["lossScaleUpdateFactor"] == 1.0
+    training = wrapped(Line(), anchored(options(iterations=3), ("weight", "UpdatedVar___model.weight", All)), lr=0.25)
+    training(torch.ones(3))
+    assert training.getAnchoredTensor("weight").tolist() == [0.75, 0.5, 0.25]
 
 
-class Shift(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("shift", torch.zeros(1))
-        self.register_buffer("index", torch.zeros(1, dtype=torch.long))
-        self.register_buffer("fixed", torch.zeros(1))
-
-    def forward(self, x):
-        return x + self.shift + self.fixed + self.index
+def shifting(opts):
+    model = Apply(lambda model, x: x + sum(model.buffers()), is_model=True)
+    for name, dtype in (("shift", torch.float), ("index", torch.long), ("fixed", torch.float)):
+        model.register_buffer(name, torch.zeros(1, dtype=dtype))
+    return model, poptorch.inferenceModel(model, opts)
 
 
 def test_only_the_named_buffers_are_uploaded():
-    model = Shift()
-    inference = poptorch.inferenceModel(model, options(2).updatableNamedBuffers(["shift", "index"]))
+    model, inference = shifting(options(2).updatableNamedBuffers(["shift", "index"]))
     inference(torch.zeros(2))
     for buffer in (model.shift, model.index, model.fixed):
         buffer.fill_(3)
     assert inference(torch.zeros(2)).tolist() == [0, 0]
     inference.copyNamedBuffersToDevice()
     assert [inference(torch.zeros(2)).tolist() for _ in range(2)] == [[6, 6], [6, 6]]
-    inference = poptorch.inferenceModel(Shift(), options())
+    _, inference = shifting(options())
     inference(torch.zeros(1))
-    with pytest.raises(poptorch.Error, match="updatableNamedBuffers"):
-        inference.copyNamedBuffersToDevice()
-    unknown = poptorch.inferenceModel(Shift(), options().updatableNamedBuffers(["scale"]))
+    rejects(poptorch.Error, "updatableNamedBuffers", inference.copyNamedBuffersToDevice)
     with pytest.raises(poptorch.Error, match="no buffer 'scale'"):
-        unknown(torch.zeros(1))
-
-
-def dropout():
-    return poptorch.inferenceModel(nn.Dropout(0.5), options(2, iterations=2).randomSeed(5))
+        shifting(options().updatableNamedBuffers(["scale"]))[1](torch.zeros(1))
 
 
 @pytest.mark.parametrize("is_set_before_compiling", [True, False])
 def test_dropout_continues_exactly_from_an_rng_state(is_set_before_compiling):
-    x = torch.ones(16)
-    first, second = dropout(), dropout()
+    x, opts = torch.ones(16), options(2, iterations=2).randomSeed(5)
+    first, second = (poptorch.inferenceModel(nn.Dropout(0.5), opts.clone()) for _ in range(2))
     start = first(x)
     state, expected = first.rng_state, first(x)
     if not is_set_before_compiling:
@@ -210,24 +189,81 @@ def test_dropout_continues_exactly_from_an_rng_state(is_set_before_compiling):
             second.rng_state = invalid
 
 
-def test_synthetic_data_replaces_inputs_and_outputs():
+def test_synthetic_data_replaces_inputs_and_outputs_and_an_overflow_raises_with_floating_point_exceptions():
     training = classifier(options(2, 2).enableSyntheticData(True))
     images, labels = batch(8)
     logits, loss = training(images.fill_(float("nan")), labels.fill_(77))
-    assert (logits.shape, loss.shape) == ((4, 5), (2,))
-    assert training.getPerfCounters()["input"] == [[], []]
+    assert (logits.shape, loss.shape, training.getPerfCounters()["input"]) == ((4, 5), (2,), [[], []])
     assert training.getLatency() == (0, 0, 0)
     assert all(parameter.isfinite().all() for parameter in training.model.parameters())
-
-
-def test_an_overflow_in_the_update_raises_with_floating_point_exceptions():
     opts = options()
     opts.Precision.enableFloatingPointExceptions(True)
-    with pytest.raises(poptorch.Error, match="parameter 'weight'"):
-        wrapped(Line(), opts, lr=1e38)(torch.full((1,), 1e10))
+    rejects(poptorch.Error, "parameter 'weight'", wrapped(Line(), opts, lr=1e38), torch.full((1,), 1e10))
 
 
-def test_updated_weights_are_anchored_after_each_update():
-    training = wrapped(Line(), anchored(options(iterations=3), ("weight", "UpdatedVar___model.weight", All)), lr=0.25)
-    training(torch.ones(3))
-    assert training.getAnchoredTensor("weight").tolist() == [0.75, 0.5, 0.25]
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    reports = tmp_path / "reports"
+    monkeypatch.setenv("PVTI_OPTIONS", json.dumps({"enable": "true", "directory": str(reports)}))
+    return reports
+
+
+def spans(folder: Path) -> List[Dict[str, Any]]:
+    return json.loads((folder / f"poptorch-{os.getpid()}.trace.json").read_text() + "]")
+
+
+class Program:
+    def step(self, number: int) -> int:
+        return number + 1
+
+
+def test_tracepoints_and_instrumented_methods_record_spans(folder):
+    with poptorch.profiling.Channel("app").tracepoint("load"):
+        time.sleep(0.01)
+    with pytest.raises(KeyError), poptorch.profiling.Channel("app").tracepoint("fails"):
+        raise KeyError
+    span, failed = spans(folder)
+    assert failed["name"] == "fails"
+    assert (span["name"], span["cat"], span["ph"], span["pid"]) == ("load", "app", "X", os.getpid())
+    assert span["dur"] >= 1e4  # microseconds
+    program = Program()
+    poptorch.profiling.Channel("app").instrument(program, "step")
+    assert [program.step(number) for number in range(3)] == [1, 2, 3]
+    assert [span["name"] for span in spans(folder)[2:]] == ["step"] * 3
+
+
+def test_threads_write_concurrently(folder):
+    def work(name: str) -> None:
+        channel = poptorch.profiling.Channel(name)
+        for _ in range(20):
+            with channel.tracepoint("span"):
+                pass
+
+    names = [f"channel {index}" for index in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, names))
+    assert sorted(span["cat"] for span in spans(folder)) == sorted(names * 20)
+
+
+def test_nothing_is_recorded_by_default_and_pvti_options_must_be_a_json_object(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for text in ("", "{}", '{"enable": "false"}'):
+        monkeypatch.setenv("PVTI_OPTIONS", text)
+        program, channel = Program(), poptorch.profiling.Channel("app")
+        assert channel.instrument(program, "step") is program
+        with channel.tracepoint("block"):
+            assert program.step(1) == 2
+        assert not list(tmp_path.iterdir())
+        assert "step" not in vars(program)
+        rejects(AttributeError, "walk", channel.instrument, program, "walk")
+    for text in ("enable", "[]"):
+        monkeypatch.setenv("PVTI_OPTIONS", text)
+        rejects(poptorch.Error, "PVTI_OPTIONS", poptorch.profiling.Channel, "app")
+
+
+def test_an_executor_records_its_compilation_and_execution(folder):
+    model = poptorch.inferenceModel(torch.nn.Linear(1, 1), options())
+    model(torch.ones(1, 1))
+    model.destroy()
+    assert {span["cat"] for span in spans(folder)} == {"poptorch.inferenceModel"}
+    assert [span["name"] for span in spans(folder)] == ["compile", "modelExecution", "destroy"]

@@ -1,16 +1,21 @@
-"""Execution strategies: stages, IPUs, and their limits."""
+"""Execution strategies: stages, IPUs, blocks, and the limits of a placement."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import io
+import pickle
 
+import popdist.poptorch
 import poptorch
 import pytest
 import torch
+from poptorch.parallel.placement import check_overlap
 from torch import nn
 
-from tests.support.poptorch_models import batch, options, seeded, wrapped
+from tests.support.poptorch_models import Apply, batch, options, rejects, seeded, wrapped
 
 
 class Pipeline(nn.Module):
@@ -31,8 +36,7 @@ class Pipeline(nn.Module):
             return x if labels is None else (x, nn.functional.cross_entropy(x, labels))
 
 
-def compiled(ipus, strategy=None, iterations=16, **kwargs):
-    """Return a compiled inference model of a `Pipeline`."""
+def compiled_pipeline(ipus, strategy=None, iterations=16, **kwargs):
     opts = options(iterations=iterations, **kwargs)
     if strategy is not None:
         opts.setExecutionStrategy(strategy)
@@ -47,7 +51,6 @@ def ipus_of(model):
 
 @functools.lru_cache(maxsize=None)
 def train(ipus, strategy, accumulation=5, replicas=1):
-    """Return weights, buffers and outputs after two updates."""
     model = seeded(Pipeline, ipus=ipus)
     opts = options(replicas, accumulation).randomSeed(5).outputMode(poptorch.OutputMode.All)
     training = wrapped(model, opts.setExecutionStrategy(strategy), "Adam")
@@ -80,45 +83,24 @@ def test_training_has_the_same_bits_with_every_strategy(strategy, replicas):
 def test_pipelined_training_needs_accumulation_of_the_pipeline_depth(forward_stages, accumulation):
     ipus, depth = tuple(range(forward_stages)), 2 * forward_stages - 1
     numbers = f"gradientAccumulation must be .* pipeline stages \\({depth}\\).* is {accumulation}"
-    with pytest.raises(poptorch.Error, match=numbers):
-        train(ipus, poptorch.PipelinedExecution(), accumulation)
+    rejects(poptorch.Error, numbers, lambda: train(ipus, poptorch.PipelinedExecution(), accumulation))
     train(ipus, poptorch.PipelinedExecution(), depth)
     train(ipus, poptorch.ShardedExecution(), 1)
 
 
-def test_pipelined_inference_needs_device_iterations_for_every_stage():
-    with pytest.raises(poptorch.Error, match=r"deviceIterations must be .* pipeline stages \(4\).* is 3"):
-        compiled((0, 1, 2, 3), iterations=3)
-    compiled((0, 1, 2, 3), iterations=4)
-    compiled((0, 1, 2, 3), poptorch.ShardedExecution(), iterations=1)
-
-
-def test_auto_stage():
-    same, increment = poptorch.AutoStage.SameAsIpu, poptorch.AutoStage.AutoIncrement
-    assert ipus_of(compiled((0, 1, 0), poptorch.PipelinedExecution(same))) == [0, 1, 0]
-    with pytest.raises(AssertionError, match="no IPU was specified for block 'B1'"):
-        compiled((1, None, 0), poptorch.PipelinedExecution(same))
-    assert ipus_of(compiled((None, None, None), poptorch.PipelinedExecution(increment))) == [0, 1, 2]
-    assert ipus_of(compiled((0, 1, 0), poptorch.PipelinedExecution(increment))) == [0, 1, 0]
-
-
-def test_declared_stages_group_blocks_and_set_ipus():
-    for strategy in (
-        poptorch.PipelinedExecution(poptorch.Stage("B0", "B1"), "B2"),
-        poptorch.PipelinedExecution(["B0", "B1"], "B2"),
-    ):
-        stages = compiled((None, None, None), strategy).emulatedPlacement().stages
+def test_auto_stage_selects_the_ipus_and_declared_stages_group_blocks():
+    same, increment = map(poptorch.PipelinedExecution, (poptorch.AutoStage.SameAsIpu, poptorch.AutoStage.AutoIncrement))
+    rejects(AssertionError, "no IPU was specified for block 'B1'", compiled_pipeline, (1, None, 0), same)
+    free = (None, None, None)
+    for ipus, strategy, expected in (((0, 1, 0), same, [0, 1, 0]), (free, increment, [0, 1, 2])):
+        assert ipus_of(compiled_pipeline(ipus, strategy)) == expected
+    assert ipus_of(compiled_pipeline((0, 1, 0), increment)) == [0, 1, 0]
+    for blocks in (poptorch.Stage("B0", "B1"), ["B0", "B1"]):
+        strategy = poptorch.PipelinedExecution(blocks, "B2")
+        stages = compiled_pipeline(free, strategy).emulatedPlacement().stages
         assert [(stage.ipu, stage.blocks) for stage in stages] == [(0, ("B0", "B1")), (1, ("B2",))]
     strategy.stage("B2").ipu(3)
-    assert ipus_of(compiled((0, 0, 1), strategy)) == [0, 3]
-
-
-def test_undeclared_block_raises_error():
-    with pytest.raises(AssertionError, match="Unknown block 'B2'.*'B0', 'B1'"):
-        compiled((0, 0, 0), poptorch.PipelinedExecution("B0", "B1"))
-    for blocks in (("B0", "B1"), ()):
-        with pytest.raises(AssertionError, match="Unknown block 'B9'"):
-            poptorch.PipelinedExecution(*blocks).stage("B9")
+    assert ipus_of(compiled_pipeline((0, 0, 1), strategy)) == [0, 3]
 
 
 @pytest.mark.parametrize(
@@ -144,17 +126,14 @@ def test_invalid_declarations_raise_error(make):
         make()
 
 
-def test_ipus_of_phases():
+def test_phases_have_ipus_stages_and_options_a_copy_of_their_strategy(tmp_path):
     phases = (["B0"], ["B1"], ["B2"])
-    serial = compiled((None, None, None), poptorch.SerialPhasedExecution(*phases)).emulatedPlacement()
-    parallel = compiled((None, None, None), poptorch.ParallelPhasedExecution(*phases)).emulatedPlacement()
+    serial = compiled_pipeline((None, None, None), poptorch.SerialPhasedExecution(*phases)).emulatedPlacement()
+    parallel = compiled_pipeline((None, None, None), poptorch.ParallelPhasedExecution(*phases)).emulatedPlacement()
     assert [(stage.phase, stage.ipu) for stage in serial.stages] == [(0, 0), (1, 0), (2, 0)]
     assert [(stage.phase, stage.ipu) for stage in parallel.stages] == [(0, 0), (1, 1), (2, 0)]
     with pytest.raises(poptorch.Error, match="'B1' is in phase 1 and on IPU 2"):
-        compiled((0, 2, 0), poptorch.ParallelPhasedExecution(*phases))
-
-
-def test_phases_have_stages_and_options_a_copy_of_their_strategy(tmp_path):
+        compiled_pipeline((0, 2, 0), poptorch.ParallelPhasedExecution(*phases))
     phase = poptorch.Phase(poptorch.Stage("A"), poptorch.Stage("B"))
     assert phase.ipus(2, 3) is None
     assert [phase.stage(index).blocks for index in (0, 1)] == [("A",), ("B",)]
@@ -173,33 +152,29 @@ def test_phases_have_stages_and_options_a_copy_of_their_strategy(tmp_path):
     assert (opts.toDict()["execution_mode"], opts._execution_strategy._to_dict()["auto_stage"]) == (1, 1)
 
 
-def test_replica_has_all_ipus_up_to_the_highest_a_power_of_two_unless_rounded():
-    model = compiled((0, 3), poptorch.ShardedExecution())
-    assert model._compiled().traced.changes.copied == (), "recording stages changes no modules"
-    placement = model.emulatedPlacement()
-    assert placement.ipus_per_replica == 4
-    assert [ipu.stages for ipu in placement.ipus] == [(0,), (), (), (1,)]
-    opts = poptorch.Options().showCompilationProgressBar(False).deviceIterations(3)
-    model = seeded(Pipeline, ipus=(0, 1, 2)).eval()
-    with pytest.raises(poptorch.Error, match="3 IPUs per replica x 1 replicas = 3 IPUs.*reserve a minimum of 4"):
-        poptorch.inferenceModel(model, opts).compile(torch.ones(3, 4))
-    poptorch.inferenceModel(model, opts.clone().autoRoundNumIPUs()).compile(torch.ones(3, 4))
+def test_every_stage_needs_device_iterations_blocks_are_declared_and_a_process_uses_at_most_64_ipus():
+    with pytest.raises(poptorch.Error, match=r"deviceIterations must be .* pipeline stages \(4\).* is 3"):
+        compiled_pipeline((0, 1, 2, 3), iterations=3)
+    compiled_pipeline((0, 1, 2, 3), iterations=4)
+    compiled_pipeline((0, 1, 2, 3), poptorch.ShardedExecution(), iterations=1)
+    strategy = poptorch.PipelinedExecution("B0", "B1")
+    rejects(AssertionError, "Unknown block 'B2'.*'B0', 'B1'", compiled_pipeline, (0, 0, 0), strategy)
+    for strategy in (poptorch.PipelinedExecution("B0", "B1"), poptorch.PipelinedExecution()):
+        rejects(AssertionError, "Unknown block 'B9'", strategy.stage, "B9")
+    for ipu, replicas in ((64, 1), (0, 128), (32, 2)):
+        text = (
+            f"Too many IPUs requested \\({(ipu + 1) * replicas}\\)\\. Experiments .* require distributed execution\\."
+        )
+        arguments = {"iterations": 1, "replicas": replicas}
+        rejects(poptorch.Error, text, compiled_pipeline, (ipu,), poptorch.ShardedExecution(), **arguments)
 
 
-@pytest.mark.parametrize(("ipu", "replicas"), [(64, 1), (0, 128), (32, 2)])
-def test_process_uses_at_most_64_ipus(ipu, replicas):
-    text = f"Too many IPUs requested \\({(ipu + 1) * replicas}\\)\\. Experiments .* require distributed execution\\."
-    with pytest.raises(poptorch.Error, match=text):
-        compiled((ipu,), poptorch.ShardedExecution(), iterations=1, replicas=replicas)
-
-
-def test_tensor_is_counted_where_it_is_first_used():
+def test_tensors_are_counted_where_they_are_first_used_and_products_by_their_operations():
     model = seeded(Pipeline, ipus=(0, 1))
     model.layers[1].weight = model.layers[0].weight
     model.spare = nn.Parameter(torch.ones(3))
     training = poptorch.trainingModel(model.half(), options(accumulation=3))
-    with pytest.raises(poptorch.Error, match="not been compiled"):
-        training.emulatedPlacement()
+    rejects(poptorch.Error, "not been compiled", training.emulatedPlacement)
     training(torch.ones(6, 4).half(), torch.zeros(6, dtype=torch.long))
     placement = training.emulatedPlacement()
     first, second = placement.ipus
@@ -209,16 +184,22 @@ def test_tensor_is_counted_where_it_is_first_used():
     assert (second.parameter_elements, second.buffer_bytes) == (12, 2 * 4 * 2)
     assert "spare" in placement.unused
     assert placement.stages[1].modules == ("layers.1", "norm", "dropout")
-
-
-def test_matrix_products_and_convolutions_are_counted():
     model = poptorch.inferenceModel(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.Flatten(), nn.Linear(64, 5)))
     model.compile(batch(2)[0])
     assert model.emulatedPlacement().stages[0].forward_operations == 2 * 2 * 4 * 16 * 27 + 2 * 2 * 64 * 5
 
 
-def test_saved_executable_keeps_placement_and_needs_its_strategy(tmp_path):
-    sharded = compiled((0, 1), poptorch.ShardedExecution())
+def test_a_replica_has_all_ipus_up_to_the_highest_and_a_saved_executable_its_placement(tmp_path):
+    model = compiled_pipeline((0, 3), poptorch.ShardedExecution())
+    assert model._compiled().traced.changes.copied == (), "recording stages changes no modules"
+    placement = model.emulatedPlacement()
+    assert (placement.ipus_per_replica, [ipu.stages for ipu in placement.ipus]) == (4, [(0,), (), (), (1,)])
+    opts = poptorch.Options().showCompilationProgressBar(False).deviceIterations(3)
+    model = seeded(Pipeline, ipus=(0, 1, 2)).eval()
+    with pytest.raises(poptorch.Error, match="3 IPUs per replica x 1 replicas = 3 IPUs.*reserve a minimum of 4"):
+        poptorch.inferenceModel(model, opts).compile(torch.ones(3, 4))
+    poptorch.inferenceModel(model, opts.clone().autoRoundNumIPUs()).compile(torch.ones(3, 4))
+    sharded = compiled_pipeline((0, 1), poptorch.ShardedExecution())
     sharded.save(str(tmp_path / "model"), export_model=False)
 
     def loaded(strategy):
@@ -228,5 +209,161 @@ def test_saved_executable_keeps_placement_and_needs_its_strategy(tmp_path):
         return model
 
     assert loaded(poptorch.ShardedExecution()).emulatedPlacement() == sharded.emulatedPlacement()
-    with pytest.raises(poptorch.Error, match="execution strategy"):
-        loaded(poptorch.PipelinedExecution())
+    rejects(poptorch.Error, "execution strategy", lambda: loaded(poptorch.PipelinedExecution()))
+
+
+@pytest.mark.parametrize(("ipu", "launched"), [(0, 1), (1, 2), (2, 4), (1, None), (1, 4)])
+def test_a_model_needs_the_launched_ipus(monkeypatch, ipu, launched):
+    error = "uses 2 IPUs per replica, but the run was launched with 4" if (ipu, launched) == (1, 4) else None
+    monkeypatch.delenv("POPDIST_NUM_TOTAL_REPLICAS", raising=False)
+    if launched:
+        values = {"NUM_TOTAL_REPLICAS": "4", "NUM_LOCAL_REPLICAS": "2", "REPLICA_INDEX_OFFSET": "0"}
+        for name, value in {**values, "NUM_IPUS_PER_REPLICA": str(launched)}.items():
+            monkeypatch.setenv(f"POPDIST_{name}", value)
+    opts = popdist.poptorch.Options().showCompilationProgressBar(False).autoRoundNumIPUs().deviceIterations(2)
+    opts.setExecutionStrategy(poptorch.ShardedExecution())
+    model = nn.Sequential(nn.Linear(2, 2), poptorch.BeginBlock(nn.Linear(2, 2), ipu_id=ipu))
+    inference = poptorch.inferenceModel(model, opts)
+    with pytest.raises(poptorch.Error, match=error) if error else contextlib.nullcontext():
+        inference.compile(torch.ones(2 * opts.replication_factor, 2))
+
+
+def overlapping(tiles=32, mode=poptorch.OutputMode.All):
+    opts = options().setExecutionStrategy(poptorch.ShardedExecution()).outputMode(mode)
+    if tiles:
+        opts.TensorLocations.numIOTiles(tiles)
+    return opts
+
+
+def test_overlap_needs_io_tiles_no_pipelined_execution_and_outputs_that_are_all_or_summed():
+    for mode, transfers in (("All", ["outputs"]), ("Sum", ["outputs"]), ("Final", ["inputs"])):
+        check_overlap(overlapping(mode=poptorch.OutputMode[mode]), transfers)
+    with pytest.raises(poptorch.Error, match="not supported with poptorch.PipelinedExecution"):
+        check_overlap(overlapping().setExecutionStrategy(poptorch.PipelinedExecution()), ["outputs"])
+    rejects(poptorch.Error, "allocate at least 32 IO tiles", lambda: check_overlap(overlapping(tiles=0), ["inputs"]))
+    with pytest.raises(poptorch.Error, match="not Final"):
+        check_overlap(overlapping(mode=poptorch.OutputMode.Final), ["outputs"])
+    overlaps = Apply(lambda x: poptorch.set_overlap_for_input(x, poptorch.OverlapMode.OverlapDeviceIterationLoop) + 1)
+    with pytest.raises(poptorch.Error, match="Overlapped IO"):
+        poptorch.inferenceModel(overlaps, options()).compile(torch.ones(2, 2))
+    poptorch.inferenceModel(overlaps, overlapping()).compile(torch.ones(2, 2))
+
+
+def stages_of(model, iterations=8, auto_stage=poptorch.AutoStage.SameAsIpu):
+    opts = options(iterations=iterations).setExecutionStrategy(poptorch.PipelinedExecution(auto_stage))
+    inference = poptorch.inferenceModel(model, opts)
+    inference.compile(torch.ones(iterations, 2))
+    return [(stage.ipu, stage.blocks, stage.modules) for stage in inference.emulatedPlacement().stages]
+
+
+def placed(forward):
+    return [(ipu, blocks) for ipu, blocks, _ in stages_of(Apply(forward))]
+
+
+def layers():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def in_blocks(*blocks):
+    def forward(x):
+        for name, ipu in blocks:
+            with poptorch.Block(name, ipu_id=ipu):
+                x = x + 1
+        return x
+
+    return forward
+
+
+def test_a_block_without_operations_needs_no_ipu_and_use_auto_id_numbers_those_without_id():
+    def forward(x):
+        with poptorch.Block(ipu_id=3):
+            one = torch.ones(2)
+        poptorch.Block.start("rest", ipu_id=0)
+        return x + one
+
+    def numbered(x):
+        poptorch.Block.useAutoId()
+        return in_blocks((None, 0), ("special", 1), (None, 2))(x)
+
+    assert placed(forward) == [(0, ("rest",))]
+    assert placed(numbered) == [(0, ("0",)), (1, ("special",)), (2, ("1",))]
+
+
+def test_block_functions_begin_blocks_and_reprs_have_them(capsys):
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    assert poptorch.module_repr(model) == repr(model)
+    poptorch.BeginBlock(model[1], user_id=1, ipu_id=2)
+    assert "(1): BeginBlock(user_id=1, ipu_id=2) ReLU()" in poptorch.module_repr(copy.deepcopy(model))
+    assert repr(poptorch.inferenceModel(model, options())) == poptorch.module_repr(model)
+    poptorch.print(model)
+    assert capsys.readouterr().out == poptorch.module_repr(model) + "\n"
+
+    @poptorch.BlockFunction("body", ipu_id=1)
+    def body(x, *, plus):
+        return x + plus
+
+    tail = poptorch.BeginBlock(torch.tanh, "tail", ipu_id=2)
+    assert isinstance(tail, poptorch.LegacyBeginBlockFn)
+    assert placed(lambda x: tail(body(x + 1, plus=1))) == [(0, ()), (1, ("body",)), (2, ("tail",))]
+    assert body.__name__ == "body"
+
+
+def test_begin_block_lasts_until_the_next_and_changes_nothing_outside_a_wrapped_model():
+    model = layers()
+    keys, kind, text = list(model.state_dict()), type(model[1]), repr(model)
+    assert poptorch.BeginBlock(model[1], "tail", ipu_id=1) is model[1]
+    assert (list(model.state_dict()), type(model[1]), repr(model)) == (keys, kind, text)
+    assert b"poptorch." not in pickle.dumps(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=False) if torch.__version__ >= "2.6" else torch.load(buffer)
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved):
+        assert stages_of(twin, iterations=2) == [(0, (), ("0",)), (1, ("tail",), ("1", "2"))]
+    model = layers()
+    expected = model(torch.ones(2, 2))
+    poptorch.BeginBlock(model[0], ipu_id=5)
+    poptorch.Block.useAutoId()
+    poptorch.Block.start("anything", 70)
+    with poptorch.Block("unknown", ipu_id=99):
+        assert torch.equal(model(torch.ones(2, 2)), expected)
+    assert not list(poptorch.Block("unknown").parameters())
+
+
+def test_a_stage_starts_where_the_ipu_changes_even_to_an_earlier_one_and_all_operations_are_in_blocks():
+    assert placed(lambda x: x + 1) == [(0, ())]
+    found = placed(in_blocks(("a", 0), ("b", 0), ("c", 1), (3, 0)))
+    assert found == [(0, ("a", "b")), (1, ("c",)), (0, (3,))]
+
+    def nested(x):
+        with poptorch.Block("outer", ipu_id=1):
+            return in_blocks(("inner", 2))(x) + 1
+
+    for forward in (nested, lambda x: in_blocks((None, 0))(x) * 2):
+        rejects(poptorch.Error, "No active Block, all the ops must belong to a Block", placed, forward)
+    begin = lambda **bad: poptorch.BeginBlock(nn.Linear(1, 1), **bad)  # noqa: E731
+    for bad in ({"user_id": 3.0}, {"ipu_id": -1}, {"ipu_id": "1"}, {"ipu_id": True}, {"ipu_id": 0.5}):
+        for make in (poptorch.Block, poptorch.Block.start, poptorch.BlockFunction, begin):
+            rejects(AssertionError, "got", make, **bad)
+
+
+def test_a_layer_is_a_module_or_function_without_a_block_and_an_attribute_a_dictionary():
+    rejects(poptorch.Error, "not int", poptorch.BeginBlock, 3)
+    rejects(AssertionError, "not int", poptorch.removeBlocks, 3)
+    layer = poptorch.BeginBlock(nn.Linear(2, 2), ipu_id=1)
+    rejects(poptorch.Error, "already been called on this Linear", poptorch.BeginBlock, layer, ipu_id=0)
+    poptorch.removeBlocks(nn.Sequential(layer))
+    poptorch.BeginBlock(layer, ipu_id=0)
+    with poptorch.Attribute(__outline={"layer": "embedding"}) as context:
+        assert context is None
+    rejects(AssertionError, "__outline", poptorch.Attribute, __outline="embedding")
+
+
+def test_a_layer_starts_its_block_in_a_closure_and_layers_with_the_same_id_0_are_in_one():
+    base = layers()
+    for ipu, layer in enumerate(base):
+        poptorch.BeginBlock(layer, ipu_id=ipu)
+    model = Apply(lambda model, x: base(x), base=base)
+    assert [(ipu, modules) for ipu, _, modules in stages_of(model)] == [(n, (f"base.{n}",)) for n in range(3)]
+    model = nn.Sequential(*(poptorch.BeginBlock(layer, user_id=0) for layer in layers()))
+    assert stages_of(model, auto_stage=poptorch.AutoStage.AutoIncrement) == [(0, (0,), ("0", "1", "2"))]

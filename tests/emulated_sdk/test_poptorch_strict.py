@@ -1,9 +1,13 @@
-"""Models that an IPU rejects: warnings once per compilation with the place, Errors in strict mode."""
+"""Models that an IPU rejects: warnings, Errors in strict mode, and findings (EMULATED_POD_FINDINGS)."""
 
 from __future__ import annotations
 
+import ctypes
+import json
 import logging
 import re
+import threading
+from pathlib import Path
 from typing import Any, Callable, List
 
 import numpy
@@ -11,14 +15,14 @@ import poptorch
 import pytest
 import torch
 import torch.nn.functional as F
+from poptorch.environment import logger
+from poptorch.findings import Recorder
 from torch import nn
 
-from tests.support.poptorch_models import Apply, options, trained
+from tests.support.poptorch_models import Apply, options, rejects, trained
 
 
 class Calls(nn.Module):
-    """A linear layer followed by a function of its output and a submodule."""
-
     def __init__(self, function: Callable[..., Any], inner: Any = None) -> None:
         super().__init__()
         self.function, self.inner = function, inner
@@ -70,8 +74,7 @@ REJECTED = [
 
 @pytest.mark.parametrize(("function", "inner", "message"), REJECTED)
 def test_strict_mode_raises_what_the_sdk_raises(function, inner, message, strict):
-    with pytest.raises(poptorch.Error, match=message):
-        compiled(Calls(function, inner))
+    rejects(poptorch.Error, message, lambda: compiled(Calls(function, inner)))
 
 
 class Inner(nn.Module):
@@ -88,8 +91,8 @@ def test_warning_lists_every_operator_once_with_its_module(caplog):
         executor(torch.ones(3, 4))
     (text,) = [each.getMessage() for each in caplog.records if "Unsupported ops" in each.getMessage()]
     assert "[aten::erfinv, aten::huber_loss, aten::tril]" in text
-    assert "aten::tril: Called by inner (Inner), test_poptorch_strict.py:" in text
-    assert "aten::huber_loss: Called by Calls, test_poptorch_strict.py:" in text
+    for called in ("aten::tril: Called by inner (Inner)", "aten::huber_loss: Called by Calls"):
+        assert f"{called}, {Path(__file__).name}:" in text
     assert text.count("inner (Inner)") == 1
 
 
@@ -161,8 +164,7 @@ def test_an_operand_on_the_host_is_rejected(function, monkeypatch, caplog):
     compiled(calls)
     assert "Expected an IPU tensor but got tensor(device=cpu, shape=[" in caplog.text
     monkeypatch.setenv("EMULATED_POD_STRICT", "1")
-    with pytest.raises(poptorch.Error, match="Expected an IPU tensor"):
-        compiled(calls)
+    rejects(poptorch.Error, "Expected an IPU tensor", compiled, calls)
 
 
 ON_DEVICE = [
@@ -179,15 +181,15 @@ def test_tensors_that_are_moved_or_constructed_are_on_the_device(function, stric
     compiled(Calls(lambda x, _: function(x)))
 
 
-def test_an_output_on_the_host_warns():
+def test_a_sparse_tensor_is_used_on_the_host_and_an_output_there_warns():
+    model = Apply(lambda model, x: x * float(model.graph.coalesce().indices().shape[1]), graph=GRAPH)
+    assert poptorch.inferenceModel(model, options())(torch.ones(2)).tolist() == [3, 3]
     model = poptorch.inferenceModel(Calls(lambda x, _: (x, HOST)), options(iterations=2))
     with pytest.warns(UserWarning, match="Output expected to be on the IPU but is on cpu"):
         assert model(torch.ones(2, 4))[1].shape == (8,)  # in the SDK (4,): the tensor itself
 
 
 class Mixed(nn.Module):
-    """A half layer, and operators whose operands are in half and float32."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.conv, self.norm = nn.Linear(4, 4), nn.Conv1d(1, 1, 1), nn.BatchNorm1d(4)
@@ -210,48 +212,91 @@ def _mixed(caplog: Any, model: nn.Module, *inputs: Any) -> List[str]:
     return [each.getMessage() for each in caplog.records if "in half and in float32" in each.getMessage()]
 
 
-def test_strict_mode_names_each_operator_with_operands_in_half_and_float(strict, caplog):
+def test_strict_mode_names_each_operator_with_operands_in_half_and_float(monkeypatch, caplog):
+    assert _mixed(caplog, Mixed()) == [], "only in strict mode"
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+    assert _mixed(caplog, Mixed(), True) == [], "operands that are cast or keep their dtype"
     linear, conv, cat = _mixed(caplog, Mixed())
-    place = r"test_poptorch_strict.py:\d+"
+    place = rf"{Path(__file__).name}:\d+"
     assert re.search(rf"^linear has .* cast one of them. Called by linear \(Linear\), {place}.$", linear)
     assert re.search(rf"^conv1d has .* Called by conv \(Conv1d\), {place}.$", conv)
     assert re.search(rf"^cat has .* Called by Mixed, {place}.$", cat)
 
 
-def test_operands_that_are_cast_or_keep_their_dtype_have_no_message(strict, caplog):
-    assert _mixed(caplog, Mixed(), True) == []
+GRAPH = torch.eye(3).to_sparse()
+ON_CPU = r"got tensor\(device=cpu, shape=\[3, 3\]"
 
 
-def test_without_strict_mode_mixed_operands_have_no_message(caplog):
-    assert _mixed(caplog, Mixed()) == []
-
-
-def test_a_sparse_tensor_is_used_on_the_host():
-    model = Apply(lambda model, x: x * float(model.graph.coalesce().indices().shape[1]), graph=torch.eye(3).to_sparse())
-    assert poptorch.inferenceModel(model, options())(torch.ones(2)).tolist() == [3, 3]
-
-
-def test_an_operator_on_a_sparse_tensor_is_rejected(monkeypatch):
-    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
-    model = Apply(lambda model, x: torch.sparse.mm(model.graph, x), graph=torch.eye(3).to_sparse())
-    with pytest.raises(poptorch.Error, match=r"got tensor\(device=cpu, shape=\[3, 3\]"):
-        poptorch.inferenceModel(model, options())(torch.ones(3, 2))
+def with_graph_as_buffer():
+    model = Apply(lambda x: x)
+    model.register_buffer("graph", GRAPH)
+    return model
 
 
 @pytest.mark.parametrize(
-    ("forward", "inputs", "words"),
+    ("model", "inputs", "is_strict", "words"),
     [
-        (lambda model, x: x, torch.eye(3).to_sparse(), "Tensor 0 of the arguments is sparse"),
-        (lambda model, x: x.to_sparse(), torch.ones(3), "Output number 0 is a sparse"),
+        (Apply(lambda m, x: torch.sparse.mm(m.graph, x), graph=GRAPH), torch.ones(3, 2), True, ON_CPU),
+        (Apply(lambda x: x), GRAPH, False, "Tensor 0 of the arguments is sparse"),
+        (Apply(lambda x: x.to_sparse()), torch.ones(3), False, "Output number 0 is a sparse"),
+        (with_graph_as_buffer(), torch.ones(3), False, "buffer 'graph' is a sparse"),
     ],
 )
-def test_sparse_tensors_of_the_device_are_rejected(forward, inputs, words):
-    with pytest.raises(poptorch.Error, match=words):
-        poptorch.inferenceModel(Apply(forward, part=1), options())(inputs)
+def test_sparse_tensors_of_the_device_are_rejected(model, inputs, is_strict, words, monkeypatch):
+    monkeypatch.setenv("EMULATED_POD_STRICT", str(int(is_strict)))
+    rejects(poptorch.Error, words, lambda: poptorch.inferenceModel(model, options())(inputs))
 
 
-def test_a_sparse_buffer_is_rejected():
-    model = Apply(lambda model, x: x, part=1)
-    model.register_buffer("graph", torch.eye(3).to_sparse())
-    with pytest.raises(poptorch.Error, match="buffer 'graph' is a sparse"):
-        poptorch.inferenceModel(model, options())(torch.ones(3))
+PLACE = f"{Path(__file__).name}:"
+
+
+class Refused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=lambda: torch.zeros(1), name="feed")
+        thread.start()
+        thread.join()
+        x = self.fc(x).tril() + HOST
+        if x.sum() > 0:
+            x = x * 2
+        x = (x.half() * torch.ones(4, device=x.device)).float()
+        return poptorch.identity_loss(poptorch.custom_op([x], "Absent", "test.findings", 1, [x])[0], "mean")
+
+
+@pytest.fixture
+def lines(tmp_path, monkeypatch):
+    monkeypatch.setenv("EMULATED_POD_FINDINGS", str(tmp_path / "findings"))
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+    recorder = Recorder()
+    logger.addHandler(recorder)
+    yield lambda: [json.loads(line) for line in (tmp_path / "findings").read_text().splitlines()]
+    logger.removeHandler(recorder)
+
+
+def test_each_kind_is_recorded_with_its_place_and_the_first_call_ends_the_program(lines):
+    model = Refused()
+    executor = poptorch.trainingModel(model, options(iterations=2), poptorch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(SystemExit):
+        executor(torch.ones(2, 4))
+    found = {(line["level"], line["what"]): line for line in lines() if "level" in line}
+    kinds = [("trouble", "thread"), ("trouble", "operator"), ("trouble", "forward"), ("warn", "precision")]
+    assert set(found) == {*kinds, ("warn", "custom operator"), ("ok", "memory")}
+    assert "aten::tril" in found["trouble", "operator"]["text"]
+    places = [place for (_, what), line in found.items() if what != "memory" for place in line["places"]]
+    assert all(PLACE in place for place in places)
+    end = lines()[-1]
+    assert (end["event"], end["micro_batches"]) == ("end", 2)
+    assert {line["event"] for line in lines() if "event" in line} == {"call", "compilation", "end"}
+
+
+def test_an_exception_and_a_warning_are_findings(lines, monkeypatch):
+    monkeypatch.setenv("EMULATED_POD_CUSTOM_OPS", "")
+    ctypes.cdll.LoadLibrary("build/absent_operators.so")
+    rejects(RuntimeError, "shapes", lambda: poptorch.inferenceModel(nn.Linear(3, 3), options())(torch.ones(2, 4)))
+    warning, error = (line for line in lines() if "level" in line)
+    assert (warning["level"], "absent_operators.so was not loaded" in warning["text"]) == ("warn", True)
+    assert (error["level"], error["what"]) == ("trouble", "compilation")
+    assert [place.partition(":")[0] + ":" for place in warning["places"] + error["places"]] == [PLACE] * 2

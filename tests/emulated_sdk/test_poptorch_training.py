@@ -1,4 +1,4 @@
-"""Training, compared with plain torch loops; the threads of the replicas, which change no result."""
+"""Training, compared with plain torch loops; losses; the threads of the replicas, which change no result."""
 
 from __future__ import annotations
 
@@ -11,15 +11,26 @@ import threading
 import poptorch
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from tests.support.poptorch_models import Apply, Classifier, Line, batch, fastest, options, seeded, trained, wrapped
+from tests.support.poptorch_models import (
+    Apply,
+    Classifier,
+    Line,
+    batch,
+    fastest,
+    options,
+    rejects,
+    seeded,
+    trained,
+    wrapped,
+)
 
 MICRO = 2
 
 
 def gradients_of(model, images, labels):
-    """Return the gradients of one replica, accumulated over its micro-batches."""
     model = copy.deepcopy(model)
     for micro_images, micro_labels in zip(images, labels):
         model(micro_images.clone(), micro_labels.clone())[1].backward()
@@ -37,10 +48,8 @@ def plain_torch_loop(model, optimizer, images, labels, replicas, accumulation, s
     images = images.view(-1, accumulation, replicas, MICRO, *images.shape[1:])
     labels = labels.view(-1, accumulation, replicas, MICRO)
     for iteration in range(len(images)):
-        per_replica = [
-            gradients_of(model, images[iteration, :, replica], labels[iteration, :, replica])
-            for replica in range(replicas)
-        ]
+        mine = (images[iteration], labels[iteration])
+        per_replica = [gradients_of(model, *(each[:, replica] for each in mine)) for replica in range(replicas)]
         for index, parameter in enumerate(model.parameters()):
             parameter.grad = tree([gradients[index] for gradients in per_replica]) * scale
         optimizer.step()
@@ -70,15 +79,13 @@ def test_outputs_and_buffers_of_one_replica_equal_a_plain_torch_loop():
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1, **fastest(torch.optim.SGD))
     for seed in range(3):
         images, labels = batch(4, seed)
-        logits, loss = training(images, labels)
+        outputs = training(images, labels)
         optimizer.zero_grad()
-        by_hand_logits, by_hand_loss = by_hand(images, labels)
-        by_hand_loss.backward()
+        expected = by_hand(images, labels)
+        expected[1].backward()
         optimizer.step()
-        assert torch.equal(logits, by_hand_logits)
-        assert torch.equal(loss, by_hand_loss)
+        assert all(map(torch.equal, outputs, expected))
     assert torch.equal(on_device.norm.running_mean, by_hand.norm.running_mean)
-    assert torch.equal(on_device.conv.weight, by_hand.conv.weight)
 
 
 @pytest.mark.parametrize("algorithm", ["SGD", "Adam", "AdamW", "RMSprop"])
@@ -99,7 +106,7 @@ def dropout_outputs(replicas, seed=3, calls=2):
     return torch.stack([training(*batch(8, call))[0] for call in range(calls)])
 
 
-def test_dropout_is_reproducible_and_depends_on_the_seed_and_not_on_the_host_generator():
+def test_random_numbers_depend_on_seed_replica_and_micro_batch_and_on_no_process_or_host_generator():
     state = torch.get_rng_state()
     expected = dropout_outputs(2)
     assert torch.equal(dropout_outputs(2), expected)
@@ -110,8 +117,6 @@ def test_dropout_is_reproducible_and_depends_on_the_seed_and_not_on_the_host_gen
     training(*batch(4))
     assert torch.equal(state, torch.get_rng_state())
 
-
-def test_random_numbers_differ_by_replica_and_micro_batch_and_do_not_depend_on_the_processes():
     def drawn(process, processes, replicas):
         opts = options(replicas, iterations=2).randomSeed(5)
         opts.Distributed.configureProcessId(process, processes)
@@ -160,38 +165,6 @@ def test_tied_and_recurrent_weights_are_trained(make):
     assert make is not tied or model.inner[1].weight is model.inner[0].weight
 
 
-def test_loss_scaling_does_not_change_weights():
-    weights = [
-        trained(seeded(), *batch(8), opts=options(2, 2), loss_scaling=scaling).conv.weight for scaling in (1.0, 1024.0)
-    ]
-    assert torch.equal(*weights)
-
-
-def test_a_half_model_trains_and_returns_half():
-    class Casting(Classifier):
-        def forward(self, images, labels=None):
-            return super().forward(images.to(self.conv.weight.dtype), labels)
-
-    training = wrapped(seeded(Casting).half(), options(2, 2), lr=0.5, momentum=0.9)
-    images, labels = torch.randint(0, 4, (8, 3, 6, 6), dtype=torch.uint8), torch.arange(8) % 5
-    outputs = [training(images, labels) for _ in range(8)]
-    logits, loss = outputs[-1]
-    assert (logits.dtype, loss.dtype, training.model.conv.weight.dtype) == (torch.half, torch.half, torch.half)
-    assert loss.float().mean() < outputs[0][1].float().mean()
-
-
-def test_the_callers_modes_are_disabled_on_the_device():
-    results = []
-    for mode in (torch.no_grad, torch.inference_mode, functools.partial(torch.autocast, "cpu")):
-        training = wrapped(seeded())
-        with mode():
-            for _ in range(2):
-                training(*batch(4))
-        results.append(training.model.conv.weight.detach().clone())
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-
-
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_an_error_of_one_replica_is_raised_and_leaves_no_gradients(replicas):
     class Failing(Line):
@@ -203,14 +176,21 @@ def test_an_error_of_one_replica_is_raised_and_leaves_no_gradients(replicas):
     training = wrapped(Failing(), options(replicas, accumulation=2), lr=0.5)
     samples = torch.ones(2 * replicas)
     training.compile(samples)
-    with pytest.raises(ValueError, match="sample is bad"):
-        training(torch.cat([samples[1:], torch.tensor([9.0])]))
+    rejects(ValueError, "sample is bad", lambda: training(torch.cat([samples[1:], torch.tensor([9.0])])))
     training(samples)
     assert training.model.weight.item() == 0.5
 
 
-def test_weights_in_another_memory_format_train_the_same():
-    """Reduced gradients must have the strides of the weights, as fused kernels iterate over both."""
+def test_the_callers_modes_are_disabled_and_weights_in_another_memory_format_train_the_same():
+    results = []
+    for mode in (torch.no_grad, torch.inference_mode, functools.partial(torch.autocast, "cpu")):
+        training = wrapped(seeded())
+        with mode():
+            for _ in range(2):
+                training(*batch(4))
+        results.append(training.model.conv.weight.detach().clone())
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
     def weights_in(memory_format):
         model = seeded()
@@ -268,5 +248,55 @@ def test_threads_and_their_cpus_change_no_bit(monkeypatch):
 )
 def test_an_invalid_number_or_list_of_cpus_is_an_error(monkeypatch, name, value, words):
     monkeypatch.setenv(name, value)
-    with pytest.raises(poptorch.Error, match=words):
-        weights_of_four_replicas(set())
+    rejects(poptorch.Error, words, lambda: weights_of_four_replicas(set()))
+
+
+def with_loss(loss):
+    return Apply(lambda model, x, y: loss(model.weight * x, y), weight=nn.Parameter(torch.tensor([2.0])))
+
+
+def step_of(loss):
+    """Return by how much one update with a learning rate of 0.1 lowers the weight of 2, for a target of 0."""
+    return 2 - trained(with_loss(loss), torch.ones(2), torch.zeros(2)).weight.item()
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradient"),
+    [
+        (F.mse_loss, 4),
+        (nn.MSELoss(), 4),
+        (lambda p, y: F.mse_loss(p, y) * 10, 4),  # gradients start at the marked loss and not at the output
+        (lambda p, y: F.mse_loss(p, y).mul_(10), 4),
+        (lambda p, y: (p, F.mse_loss(p, y))[0], 4),  # a loss does not have to be returned
+        (lambda p, y: poptorch.identity_loss(F.mse_loss(p, y) * 0.5, "none"), 2),
+        (lambda p, y: poptorch.identity_loss(F.mse_loss(p, y) + F.l1_loss(p, y), "sum"), 4 + 1),
+        (F.l1_loss, 1),
+        (F.smooth_l1_loss, 1),
+        (F.huber_loss, 1),
+        (F.binary_cross_entropy_with_logits, torch.tensor(2.0).sigmoid().item()),
+    ],
+)
+def test_gradients_start_at_the_marked_loss(loss, gradient):
+    assert step_of(loss) == pytest.approx(0.1 * gradient)
+
+
+def test_a_forward_has_one_independent_marked_loss_of_one_number():
+    independent = r"Multiple independent losses found in graph\. Graph must have one final loss\. Wrap"
+    for loss, message in (
+        (lambda p, y: ((p - y) ** 2).mean(), r"Couldn't find a loss in graph!"),
+        (lambda p, y: (F.mse_loss(p, y), F.l1_loss(p, y)), independent),
+        (lambda p, y: F.mse_loss(p, y, reduction="none"), "reduce it to one number"),
+    ):
+        rejects(poptorch.Error, message, step_of, loss)
+    inference = poptorch.inferenceModel(with_loss(lambda p, y: poptorch.identity_loss(p, "mean")), options())
+    assert inference(torch.ones(2), torch.ones(2)).item() == 2
+
+
+def test_identity_loss_on_the_host_is_the_plain_reduction():
+    for reduction, expected in (("sum", 6.0), ("mean", 2.0), ("none", [1.0, 2.0, 3.0])):
+        x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+        loss = poptorch.identity_loss(x, reduction)
+        loss.sum().backward()
+        assert loss.tolist() == expected
+        assert x.grad is not None
+    rejects(AssertionError, "median", poptorch.identity_loss, torch.ones(1), "median")

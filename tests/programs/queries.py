@@ -7,32 +7,16 @@ import poptorch
 if __name__ == "__main__":
     opts = popdist.poptorch.Options()
     plain = poptorch.Options()
-    print(
-        "instance",
-        popdist.getInstanceIndex(),
-        "of",
-        popdist.getNumInstances(),
-        "local",
-        popdist.getLocalInstanceIndex(),
-        "replicas",
-        popdist.getNumLocalReplicas(),
-        "of",
-        popdist.getNumTotalReplicas(),
-        "from",
-        popdist.getReplicaIndexOffset(),
-        "ipus",
-        popdist.getNumIpusPerReplica(),
-        "device",
-        popdist.getDeviceId(),
-        "set",
-        popdist.isPopdistEnvSet(),
-        "check",
-        popdist.checkNumIpusPerReplica(2),
-        "options",
-        opts.replication_factor,
-        opts.Distributed.processId,
-        opts.Distributed.numProcesses,
-        "plain",
-        plain.Distributed.processId,
-        plain.Distributed.numProcesses,
-    )
+    found = {
+        "instance": (popdist.getInstanceIndex(), "of", popdist.getNumInstances()),
+        "local": (popdist.getLocalInstanceIndex(),),
+        "replicas": (popdist.getNumLocalReplicas(), "of", popdist.getNumTotalReplicas()),
+        "from": (popdist.getReplicaIndexOffset(),),
+        "ipus": (popdist.getNumIpusPerReplica(),),
+        "device": (popdist.getDeviceId(),),
+        "set": (popdist.isPopdistEnvSet(),),
+        "check": (popdist.checkNumIpusPerReplica(2),),
+        "options": (opts.replication_factor, opts.Distributed.processId, opts.Distributed.numProcesses),
+        "plain": (plain.Distributed.processId, plain.Distributed.numProcesses),
+    }
+    print(*(word for name, values in found.items() for word in (name, *values)))

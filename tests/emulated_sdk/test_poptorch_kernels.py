@@ -1,16 +1,24 @@
-"""Convolutions of the emulated device in channels_last: values, gradients, strides and the choice of the kernel."""
+"""The device's kernels: convolutions in channels_last, and programs compiled by torch (EMULATED_POD_COMPILE=1)."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
+import os
+import shutil
+from typing import Any, Dict, Sequence
 
+import poptorch
 import pytest
 import torch
+from poptorch.device.compile import inductor
 from poptorch.device.kernels import Accumulating, convolution
 from poptorch.errors import Error
 from torch import nn
+
+from tests.support.poptorch_models import options, rejects, seeded, wrapped
+from tests.support.ranks import run_ranks
 
 CHANNELS_LAST = torch.channels_last
 # Inputs, outputs, kernel, stride, padding, and the samples, height and width of the images.
@@ -44,7 +52,6 @@ def images_of(arguments, shape, dtype=torch.float32):
 
 
 def layers(arguments, bias=True):
-    """Return a convolution of torch and one of the device, with the same weights."""
     torch.manual_seed(0)
     plain = nn.Conv2d(*arguments, bias=bias)
     plain.weight.data = plain.weight.data.contiguous(memory_format=CHANNELS_LAST)  # as in `DeviceMemory`
@@ -95,19 +102,6 @@ def test_gradients_are_accumulated_as_by_autograd(kernel, arguments, shape):
     assert_same_gradients(special, by_autograd, functools.partial(torch.testing.assert_close, **bounds))
 
 
-def test_a_contiguous_weight_has_the_gradient_of_autograd():
-    plain = nn.Conv2d(64, 256, 3, padding=1)
-    special = copy.deepcopy(plain)
-    convolution.specialize(special)
-    for layer in (plain, special) * 2:
-        loss = layer(images_of((64,), (2, 2, 2))).square().sum()
-        with Accumulating():
-            loss.backward()
-    torch.testing.assert_close(special.weight.grad, plain.weight.grad, rtol=1e-4, atol=1e-3)
-    result = layers(WINOGRAD[0][0])[1].to(memory_format=torch.contiguous_format)(images_of(*WINOGRAD[0]).contiguous())
-    assert "Winograd" not in type(result.grad_fn).__name__
-
-
 @pytest.mark.parametrize(("kernel", "arguments", "shape"), [KERNELS[0], KERNELS[10]])
 def test_hooks_autograd_grad_and_frozen_weights(kernel, arguments, shape):
     _, special = layers(arguments, bias=False)
@@ -131,7 +125,17 @@ def test_hooks_autograd_grad_and_frozen_weights(kernel, arguments, shape):
     assert torch.equal(images.grad, expected_images)
 
 
-def test_a_sample_has_the_same_values_in_evaluation_and_with_other_images_in_its_group():
+def test_a_contiguous_weight_has_the_gradient_of_autograd_and_a_sample_its_values_in_any_group():
+    plain = nn.Conv2d(64, 256, 3, padding=1)
+    special = copy.deepcopy(plain)
+    convolution.specialize(special)
+    for layer in (plain, special) * 2:
+        loss = layer(images_of((64,), (2, 2, 2))).square().sum()
+        with Accumulating():
+            loss.backward()
+    torch.testing.assert_close(special.weight.grad, plain.weight.grad, rtol=1e-4, atol=1e-3)
+    result = layers(WINOGRAD[0][0])[1].to(memory_format=torch.contiguous_format)(images_of(*WINOGRAD[0]).contiguous())
+    assert "Winograd" not in type(result.grad_fn).__name__
     arguments, shape = WINOGRAD[4]
     _, layer = layers(arguments)
     images = images_of(arguments, shape)
@@ -178,15 +182,11 @@ def test_other_convolutions_are_those_of_torch(layer, shape, memory_format):
     assert type(found.grad_fn).__name__ == type(expected.grad_fn).__name__
 
 
-def test_a_convolution_that_torch_rejects_raises_the_error_of_torch():
+def test_errors_are_those_of_torch_and_the_kernels_can_be_switched_off(monkeypatch):
     _, special = layers((8, 8, 3, 1, 0))
     with pytest.raises(RuntimeError, match="Kernel size can't be greater than actual input size"):
         special(torch.randn(2, 8, 2, 2))
-    with pytest.raises(RuntimeError, match="to have 8 channels"):
-        special(torch.randn(2, 6, 4, 4))
-
-
-def test_the_kernels_can_be_switched_off(monkeypatch):
+    rejects(RuntimeError, "to have 8 channels", lambda: special(torch.randn(2, 6, 4, 4)))
     arguments, shape = WINOGRAD[0]
     images = images_of(arguments, shape)
     plain, special = layers(arguments)
@@ -195,5 +195,92 @@ def test_the_kernels_can_be_switched_off(monkeypatch):
     plain, special = layers(arguments)
     assert torch.equal(special(images), plain(images))
     monkeypatch.setenv("EMULATED_POD_KERNELS", "off")
-    with pytest.raises(Error, match="EMULATED_POD_KERNELS='off': must be own or torch"):
-        layers(arguments)
+    rejects(Error, "EMULATED_POD_KERNELS='off': must be own or torch", layers, arguments)
+
+
+VARIABLE = "EMULATED_POD_COMPILE"
+IS_OLD = not hasattr(torch, "export")  # 2.0
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch._inductor
+needs_compiler = pytest.mark.skipif(IS_OLD or shutil.which("g++") is None, reason="torch 2.1 and a C++ compiler")
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0, half: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+        self.second.weight = self.first.weight
+        self.dropout, self.half_ = nn.Dropout(dropout), half
+
+    def forward(self, rows: torch.Tensor, labels: torch.Tensor) -> Dict[str, Any]:
+        hidden = self.dropout(nn.functional.gelu(self.norm(self.first(rows))))
+        logits = self.second(hidden).softmax(-1)
+        logits = logits.half().float() if self.half_ else logits
+        return {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
+
+
+def train(rank: int, size: int, arguments: Any = None, anchored: Sequence[str] = ()) -> Dict[str, torch.Tensor]:
+    """Train on the share of one of `size` processes of 2 replicas in all; return the state and the outputs."""
+    opts = options(2 // size, accumulation=2)
+    opts.Distributed.configureProcessId(rank, size)
+    for name in anchored:
+        opts.anchorTensor("anchor", name)
+    training = wrapped(seeded(Net, **(arguments or {})), opts, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        rows = torch.randn(2, 2, 4, 16, generator=generator)  # step, replica, sample
+        mine = slice(rank * 2 // size, (rank + 1) * 2 // size)
+        outputs = training(rows[:, mine].flatten(0, 2).contiguous(), torch.arange(4).repeat(4 // size))
+    training.copyWeightsToHost()
+    found = {f"host {key}": value.clone() for key, value in training.model.state_dict().items()}
+    return {**found, **{key: value for key, value in outputs.items() if size == 1}}
+
+
+def compiled(rank: int, size: int) -> Dict[str, torch.Tensor]:
+    os.environ[VARIABLE] = "1"
+    return train(rank, size)
+
+
+@needs_compiler
+def test_a_compiled_program_trains_as_the_operators_with_other_bits_for_every_placement(monkeypatch, processes):
+    monkeypatch.setenv(VARIABLE, "0")
+    expected = train(0, 1)
+    monkeypatch.setenv(VARIABLE, "1")
+    found = train(0, 1)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name].double(), value.double(), atol=1e-5), name
+    assert any(not torch.equal(found[name], value) for name, value in expected.items()), "compiled kernels ran"
+    for of_process in run_ranks(__file__, ["compiled"], 2)["compiled"]:
+        different = {key for key, value in of_process.items() if not torch.equal(found[key], value)}
+        assert not {key for key in different if "running" not in key}, "only statistics are those of a replica"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("arguments", "anchored", "words"),
+    [
+        ({"dropout": 0.1}, (), "draws random numbers"),
+        ({"half": True}, (), "computes in half"),
+        ({}, ("first.weight",), "has anchored tensors"),
+    ],
+)
+def test_a_forward_that_cannot_be_compiled_is_an_error(monkeypatch, arguments, anchored, words):
+    monkeypatch.setenv(VARIABLE, "1")
+    rejects(poptorch.Error, f"{VARIABLE}=1: forward {words}", train, 0, 1, arguments, anchored)
+
+
+def test_a_host_that_cannot_compile_an_unknown_value_and_a_folder_open_to_others_are_errors(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, "yes")
+    rejects(poptorch.Error, f"{VARIABLE}='yes': must be 0 or 1", train, 0, 1)
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    words = "needs torch 2.1 or later" if IS_OLD else "needs a C\\+\\+ compiler, and there is no no-such-compiler"
+    rejects(poptorch.Error, words, train, 0, 1)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "raypod" / "inductor"
+    inductor._use_own_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    folder.chmod(0o777)
+    rejects(poptorch.Error, "writable by other users", inductor._use_own_cache)
