@@ -17,8 +17,7 @@ import torch
 from _pod import wires
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import functions
-from horovod.torch._engine import Engine, Numbering
-from horovod.torch._timeline import Timeline
+from horovod.torch._engine import Engine, Numbering, Timeline
 
 from tests.support.ranks import error_of
 

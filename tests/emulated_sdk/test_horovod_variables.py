@@ -9,7 +9,7 @@ from typing import Any, Dict, Iterator, Optional
 import horovod.torch as hvd
 import pytest
 import torch
-from horovod.torch import _position
+from horovod.torch import _basics
 
 from tests.support.ranks import error_of
 
@@ -33,7 +33,7 @@ def test_rank_and_size_come_from_the_environment(
 ) -> None:
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
-    assert tuple(_position.determine_position()) == position
+    assert tuple(_basics.determine_position()) == position
 
 
 def test_an_invalid_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

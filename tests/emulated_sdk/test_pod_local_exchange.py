@@ -1,4 +1,4 @@
-"""`_pod.local_exchange`: barrier and gather of the processes of one host, and their errors."""
+"""`_pod.board`: barrier and gather of the processes of one host, and their errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 import _pod.board
-import _pod.local_exchange
 import _pod.wires
 import pytest
 import torch
@@ -24,7 +23,7 @@ def _connected(name: str, rank: int, size: int) -> Any:
     group = _pod.wires.connect(name, rank, size)
     folder = tempfile.gettempdir() if rank == 0 else ""
     path = _pod.board._broadcast_path(group, str(Path(folder, f"exchange-{name}")))
-    return group, _pod.local_exchange.connect(group, path), path
+    return group, _pod.board.connect_locally(group, path), path
 
 
 def gathers(rank: int, size: int) -> Dict[str, Any]:
@@ -50,7 +49,7 @@ def messages(rank: int, size: int) -> Dict[str, int]:
 
         return call
 
-    group, exchange = _pod.wires.Group, _pod.local_exchange.LocalExchange
+    group, exchange = _pod.wires.Group, _pod.board.LocalExchange
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "_run", counted("gloo", group._run))
         patch.setattr(group, "_start", counted("gloo", group._start))
@@ -72,7 +71,7 @@ def not_connected(rank: int, size: int) -> bool:
     """Return whether there is no exchange if one process cannot create its socket."""
     group = _pod.wires.connect("not connected", rank, size)
     folder = "/no/such/folder" if rank == 1 else tempfile.gettempdir()
-    return _pod.local_exchange.connect(group, f"{folder}/exchange-none") is None
+    return _pod.board.connect_locally(group, f"{folder}/exchange-none") is None
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List
 import poptorch
 import pytest
 import torch
-from poptorch.device.execute import imitation
+from poptorch.device.execute import program
 
 from tests.support.poptorch_models import Classifier, batch, options, seeded, wrapped
 
@@ -24,7 +24,7 @@ def survivor(fault: str, process: int, processes: int) -> Dict[str, Any]:
     training(*batch(1))
     if process:
         return {}
-    os.environ.update({imitation.VARIABLE: fault, "EMULATED_POD_TIMEOUT_S": "0.1"})
+    os.environ.update({program.FAULT_VARIABLE: fault, "EMULATED_POD_TIMEOUT_S": "0.1"})
     try:
         training(*batch(1))
     except (RuntimeError, poptorch.Error) as error:
@@ -102,6 +102,6 @@ def test_without_a_fault_the_call_names_the_lost_process(ranks: Callable[..., An
 
 @pytest.mark.parametrize("text", ["raises", "hang:IPU_RESET", "raise:", "unusable:RESET"])
 def test_an_unknown_fault_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(imitation.VARIABLE, text)
+    monkeypatch.setenv(program.FAULT_VARIABLE, text)
     with pytest.raises(poptorch.Error, match=f"EMULATED_POD_DEVICE_FAULT={text}: must be raise, unusable, unrecov"):
         poptorch.inferenceModel(torch.nn.Linear(2, 2))(torch.ones(1, 2))

@@ -7,7 +7,7 @@ from pathlib import Path
 import poptorch
 import pytest
 import torch
-from poptorch import sdk_variables
+from poptorch.executor import compile_context
 
 from tests.support.poptorch_models import Line, options
 
@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/reference/emulated-sdk.md"
 @pytest.fixture
 def compiled(monkeypatch, caplog):
     """Return a function that compiles a model with variables, and returns the warnings."""
-    monkeypatch.setattr(sdk_variables, "_warned", set())
+    monkeypatch.setattr(compile_context, "_warned_variables", set())
 
     def compile_with(opts=None, **variables):
         for name, value in variables.items():
@@ -58,7 +58,7 @@ def test_what_poprun_sets_and_other_processes_are_silent(compiled, monkeypatch, 
     second = options()
     second.Distributed.configureProcessId(1, 2)
     monkeypatch.setenv("POPTORCH_IPU_MODEL", "1")
-    sdk_variables.warn_once(second)
+    compile_context.warn_of_variables(second)
     assert not caplog.records
 
 
@@ -70,5 +70,5 @@ def test_engine_options_that_are_no_json_object_are_an_error(compiled, text):
 
 def test_the_reference_has_every_variable():
     rows = PAGE.read_text().split("## Variables of the SDK")[1].split("\n## ")[0].splitlines()
-    for name, effect in {**sdk_variables.EFFECTS, **sdk_variables.NO_EFFECT}.items():
+    for name, effect in {**compile_context.EFFECTS, **compile_context.NO_EFFECT}.items():
         assert any(row.startswith(f"| `{name}") and row.endswith(f"{effect} |") for row in rows), name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from poptorch.data.worker_batches import stack_into
+from poptorch.data.fetcher import stack_into
 from poptorch.pytree import flatten_element
 from torch.utils.data import default_collate
 

@@ -13,11 +13,10 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Un
 from _pod import wires
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.torch._engine import SHUT_DOWN, Engine, Numbering
+from horovod.torch._engine import SHUT_DOWN, Engine, Numbering, Timeline
 from horovod.torch._operations import Barrier
-from horovod.torch._position import GROUP
-from horovod.torch._timeline import Timeline
 
+GROUP = "horovod"  # of all ranks, and the beginning of the names of the others
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 _UNKNOWN = "Process set does not exist or has not been registered."
 _REMOVED = "the process set has been removed"

@@ -15,7 +15,7 @@ import torch
 
 from poptorch.device_mode import API_DTYPE, compiling_mode
 from poptorch.errors import Error
-from poptorch.ops.arguments import ArgumentError, Signature, checked_callable, checked_int, checked_tensor
+from poptorch.ops.annotations import ArgumentError, Signature, checked_callable, checked_int, checked_tensor
 from poptorch.parallel.tracing import active_recorder
 
 _Body = Callable[..., Any]

@@ -16,21 +16,18 @@ import torch
 from _pod.activation import MEMORY_FORMAT
 from _pod.telemetry import is_inspection
 
-from poptorch.device.compile.anchors import AnchorRecorder
-from poptorch.device.compile.arguments import Arguments
+from poptorch.device.compile.arguments import AnchorRecorder, Arguments
 from poptorch.device.compile.memory import ReplicaMemory
 from poptorch.device.compile.operator_check import NeedsGradients, OperatorCheck, needs_gradients
-from poptorch.device.kernels.half import HalfMode
-from poptorch.device.kernels.numerics import DrawKernelDetector, detect_random
+from poptorch.device.kernels.numerics import DrawKernelDetector, HalfMode, detect_random
 from poptorch.device_mode import API_DTYPE, DeviceMode, to_device
 from poptorch.enums import OverlapMode
 from poptorch.errors import Error
 from poptorch.ops.annotations import check_transfers
 from poptorch.options.strategies import _IExecutionStrategy
-from poptorch.parallel.activations import ActivationRecorder, StageActivations
 from poptorch.parallel.blocks import block_of
 from poptorch.parallel.placement import Placement, Sizes, place
-from poptorch.parallel.tracing import StageRecorder
+from poptorch.parallel.tracing import ActivationRecorder, StageActivations, StageRecorder
 from poptorch.python_state import Changes, TracedState
 from poptorch.pytree import TreeSpec, flatten
 

@@ -7,8 +7,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, NoReturn, Optional, Seq
 
 import torch
 
-from poptorch.device.compile.anchors import FINAL_LOSS_SCALE, GRADIENT, UPDATED, Anchor, AnchorRecorder
-from poptorch.device.compile.arguments import BatchLayout
+from poptorch.device.compile.arguments import FINAL_LOSS_SCALE, GRADIENT, UPDATED, Anchor, AnchorRecorder, BatchLayout
 from poptorch.device_mode import API_DTYPE
 from poptorch.enums import OutputMode
 from poptorch.errors import Error

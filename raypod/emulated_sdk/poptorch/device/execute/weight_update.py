@@ -17,13 +17,13 @@ import torch
 from _pod import telemetry
 from _pod.gradient_sum import GradientSum, Placement
 
-from poptorch import moving_averages
 from poptorch.device.compile.memory import DeviceMemory, stacked
 from poptorch.device.execute.outputs import Scales
 from poptorch.device.execute.replica import ReplicaThreads
 from poptorch.device.execute.transaction import ReplicaBuffers
 from poptorch.device.kernels import Accumulating
 from poptorch.device.kernels.numerics import HalfAccumulator, HalfWeights, LossScaleUpdates
+from poptorch.device_mode import apply_averages, discard_averages
 from poptorch.enums import MeanReductionStrategy, ReductionType
 from poptorch.errors import Error
 from poptorch.optimizers.device_optimizer import DeviceOptimizer
@@ -141,7 +141,7 @@ class WeightUpdate(NoUpdate):
                 self._buffers.exchange(self._buffers.changed(0, is_last).tolist(), _gather_single_process)
         else:
             counts = self._reduce(self._sum, is_last)
-        moving_averages.apply(self._memory.replicas[0].parameters, self._memory.updated)
+        apply_averages(self._memory.replicas[0].parameters, self._memory.updated)
         if self.optimizer.hyperparameters.max_grad_norm == float("inf") and not self.measures_gradients:
             threads.each(self._scale_and_step)
         else:
@@ -170,7 +170,7 @@ class WeightUpdate(NoUpdate):
         for accumulator in self._accumulators:
             accumulator.reset()
         for memory in self._memory.replicas:
-            moving_averages.discard(memory.parameters.values())
+            discard_averages(memory.parameters.values())
             for parameter in (*memory.parameters.values(), *memory.updated.values()):
                 parameter.grad = None
         for name in self._memory.groups:
