@@ -1,4 +1,4 @@
-"""`_pod.wires` and `_pod.store`: joining a group, its transfers, and its errors if a peer is missing or lost."""
+"""`_pod.wires` and `_pod.wires`: joining a group, its transfers, and its errors if a peer is missing or lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from contextlib import closing
 from typing import Any, Dict, Iterator, List, Tuple
 
-import _pod.store
 import _pod.wires
 import pytest
 import torch
@@ -21,7 +20,7 @@ c10d: Any = dist  # its stubs lack the stores
 
 
 def client() -> Any:
-    return _pod.store.client(2)[0]
+    return _pod.wires.connection_to_store(2)[0]
 
 
 def error_of(call: Any) -> str:
@@ -232,9 +231,9 @@ def test_a_process_cannot_join_as_two_ranks(monkeypatch: pytest.MonkeyPatch) -> 
 def test_gloo_socket_ifname_selects_the_interface(rendezvous: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     with pytest.raises(RuntimeError, match="no-such-interface"):
-        _pod.store.gloo_options(rendezvous, 1.0)
+        _pod.wires.gloo_options(rendezvous, 1.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert len(_pod.store.gloo_options(rendezvous, 1.0)._devices) == 1
+    assert len(_pod.wires.gloo_options(rendezvous, 1.0)._devices) == 1
 
 
 @pytest.mark.parametrize(("length", "count"), [(0, 3), (2, 3), (7, 3), (9, 3)])

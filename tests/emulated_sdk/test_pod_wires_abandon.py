@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from typing import Any, Callable, Dict, List
 
 import _pod.reduce
-import _pod.store
 import _pod.wires
 import pytest
 import torch
@@ -135,9 +134,9 @@ def test_abandon_opens_no_connection_to_a_lost_store(monkeypatch: pytest.MonkeyP
         stack.callback(_pod.wires.close)
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
-        store, _ = _pod.store.client(2)
+        store, _ = _pod.wires.connection_to_store(2)
         server.close()
         with pytest.raises(_pod.wires.PeerFailed, match="lost the connection"):
             store.add("a", 1)
-        monkeypatch.setattr(_pod.store, "StoreClient", None)
+        monkeypatch.setattr(_pod.wires, "StoreClient", None)
         _pod.wires.abandon("g", 0, 2, "a replica of this process failed")

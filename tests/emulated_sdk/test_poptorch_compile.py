@@ -9,7 +9,7 @@ from typing import Any, Dict, Sequence
 import poptorch
 import pytest
 import torch
-from poptorch.device.compile import inductor
+from poptorch.device.compile import compilation
 from torch import nn
 
 from tests.support.poptorch_models import options, seeded, wrapped
@@ -110,9 +110,9 @@ def test_compiled_code_is_not_in_a_folder_that_others_can_write_to(monkeypatch, 
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "raypod" / "inductor"
-    inductor._use_own_cache()
+    compilation._use_own_inductor_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     folder.chmod(0o777)
     with pytest.raises(poptorch.Error, match="writable by other users"):
-        inductor._use_own_cache()
+        compilation._use_own_inductor_cache()

@@ -32,7 +32,6 @@ from _pod.rendezvous import PeerFailed, timeout_s
 from _pod.telemetry import is_inspection
 
 from poptorch.custom_operators.collectives import ReplicaExchange
-from poptorch.device.compile import inductor
 from poptorch.device.compile.arguments import (
     FINAL_LOSS_SCALE,
     Arguments,
@@ -44,18 +43,20 @@ from poptorch.device.compile.arguments import (
 from poptorch.device.compile.compilation import (
     CHANNELS_LAST,
     CONTIGUOUS,
+    CompiledForward,
     Trace,
     TraceSettings,
+    checked_loss_output,
     choose_memory_format,
     convolution_weights,
+    is_torch_compile_requested,
     trace,
 )
 from poptorch.device.compile.memory import DeviceMemory, Groupings, ReplicaGroups, groups_of
 from poptorch.device.compile.memory_estimate import IpuMemory, Stages, Usage, check_memory, estimate_memory, merged
 from poptorch.device.compile.operator_check import NeedsGradients
-from poptorch.device.execute.outputs import AnchorOutputs, OutputCollector
+from poptorch.device.execute.calls import AnchorOutputs, CallTransaction, NoTransaction, OutputCollector, ReplicaBuffers
 from poptorch.device.execute.replica import Forward, Replica, ReplicaThreads
-from poptorch.device.execute.transaction import CallTransaction, NoTransaction, ReplicaBuffers
 from poptorch.device.execute.weight_update import NoUpdate, WeightUpdate, device_groups, placement_of
 from poptorch.device.kernels import convolution
 from poptorch.device.kernels.numerics import rounds_stochastically
@@ -137,10 +138,10 @@ class Program:
         self._anchors = anchors_of(options, self.tensor_names)
         anchored = [anchor.name for anchor in self._anchors]
         compiled = None
-        if self.is_training and inductor.is_requested() and not is_inspection():
-            loss_output = inductor.checked_loss(self.traced, anchored)
+        if self.is_training and is_torch_compile_requested() and not is_inspection():
+            loss_output = checked_loss_output(self.traced, anchored)
             example_inputs = self._synthetic or arguments.example_inputs
-            compiled = inductor.CompiledForward(self.memory.scratch(), arguments, example_inputs, loss_output)
+            compiled = CompiledForward(self.memory.scratch(), arguments, example_inputs, loss_output)
         elif self.memory.channels_last and self.traced.is_plain:
             for memory in self.memory.replicas:
                 convolution.specialize(memory.module)

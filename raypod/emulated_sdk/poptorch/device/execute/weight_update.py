@@ -18,9 +18,8 @@ from _pod import telemetry
 from _pod.gradient_sum import GradientSum, Placement
 
 from poptorch.device.compile.memory import DeviceMemory, stacked
-from poptorch.device.execute.outputs import Scales
+from poptorch.device.execute.calls import ReplicaBuffers, Scales
 from poptorch.device.execute.replica import ReplicaThreads
-from poptorch.device.execute.transaction import ReplicaBuffers
 from poptorch.device.kernels import Accumulating
 from poptorch.device.kernels.numerics import HalfAccumulator, HalfWeights, LossScaleUpdates
 from poptorch.device_mode import apply_averages, discard_averages
