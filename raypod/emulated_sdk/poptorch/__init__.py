@@ -29,6 +29,7 @@ from poptorch.executor.executor import PoplarExecutor, inferenceModel, load, tra
 from poptorch.ops import *  # noqa: F403
 from poptorch.options import *  # noqa: F403
 from poptorch.options.base import hint_of_removed
+from poptorch.options.groups import CAST as _CAST
 from poptorch.parallel.blocks import module_repr as module_repr
 from poptorch.parallel.blocks import print as print
 from poptorch.pytree import ICustomArgParser, registerCustomArgParser
@@ -74,7 +75,6 @@ register_geometric()
 tolerate_absent()
 
 
-_CAST = "cast in the model: model.half(), or tensor.half() and tensor.float() in forward"
 _DISPATCH = "a model is always traced by the dispatcher"
 _REMOVED = {
     "AnchorMode": ("2.5", "use poptorch.OutputMode"),

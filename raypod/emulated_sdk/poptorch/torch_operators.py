@@ -8,7 +8,7 @@ compiler. Use `poptorch.for_loop`, `cond`, `Block` and `CPU`.
 from __future__ import annotations
 
 import sys
-from typing import List, Sequence
+from typing import Sequence
 
 import torch
 
@@ -137,11 +137,7 @@ def nearest_batch_list(
     x: torch.Tensor, y: torch.Tensor, batch_x: Sequence[int], batch_y: Sequence[int]
 ) -> torch.Tensor:
     """Return `poptorch.nearest` for batches given as lists."""
-    return nearest(x, y, _list(batch_x), _list(batch_y))
-
-
-def _list(batch: Sequence[int]) -> List[int]:
-    return list(batch)
+    return nearest(x, y, list(batch_x), list(batch_y))
 
 
 # Not through torch.library: a function mode is off inside a registered operator, and the device's is one.

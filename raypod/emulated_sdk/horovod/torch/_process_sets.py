@@ -53,10 +53,6 @@ class _Table:
         """Return the id of the process set of these ranks, if there is one."""
         return next((number for number, each in self._registered.items() if each.ranks == ranks), None)
 
-    def ranks_by_id(self) -> Dict[int, List[int]]:
-        """Return the ranks of all process sets."""
-        return {number: each.ranks for number, each in self._registered.items()}
-
     def add(self, ranks: List[int]) -> int:
         """Register a process set, with all other ranks, and return its id."""
         self._meet(f"add_process_set {ranks}")
@@ -256,7 +252,7 @@ def engine_of(process_set: ProcessSet, operation: str) -> Engine:
 
 def ids_and_ranks() -> Dict[int, List[int]]:
     """Return the ranks of all process sets by id; ValueError before `init`."""
-    return _initialized().ranks_by_id()
+    return {number: each.ranks for number, each in _initialized()._registered.items()}
 
 
 def _reset_in_forked_child() -> None:

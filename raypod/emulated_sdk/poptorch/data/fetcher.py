@@ -37,7 +37,7 @@ from poptorch.data.ring import (
     memory_size,
 )
 from poptorch.errors import Error
-from poptorch.pytree import ElementSpec, flatten, flatten_element, registerCustomArgParser
+from poptorch.pytree import TreeSpec, flatten, flatten_element, registerCustomArgParser
 
 _POLL_INTERVAL_S = 0.5  # a waiting fetcher checks this often whether its parent is alive
 
@@ -80,7 +80,7 @@ class Ready:
     """The ring buffer has the first element, which determines the layout and the spec."""
 
     layout: SlotLayout
-    spec: ElementSpec
+    spec: TreeSpec
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class _Fetcher:
         self._writer.end_epoch()
         self._publish(END, 0)
 
-    def _open_ring(self, tensors: List[torch.Tensor], spec: ElementSpec) -> SlotWriter:
+    def _open_ring(self, tensors: List[torch.Tensor], spec: TreeSpec) -> SlotWriter:
         writer = SlotWriter(tensors, spec, self._settings.rebatched_size, self._settings.drop_last)
         self._channels.memory.resize(memory_size(writer.layout, self._settings.slots))
         slots = map_slots(self._channels.memory, writer.layout, self._settings.slots)
@@ -312,7 +312,7 @@ def _concatenate(parts: List[List[torch.Tensor]]) -> List[torch.Tensor]:
     return [torch.cat([tensor.to(column[0].dtype) for tensor in column]) for column in zip(*parts)]
 
 
-_Format = Tuple[SlotLayout, ElementSpec]  # of all batches in the memory
+_Format = Tuple[SlotLayout, TreeSpec]  # of all batches in the memory
 
 
 class WorkerBatches:
@@ -323,7 +323,7 @@ class WorkerBatches:
         # The batches that torch lets a worker prefetch, the one being read, and a spare one.
         self._slots = loader.prefetch_factor + 2
         self._memories = [SharedMemory.create(mmap.PAGESIZE) for _ in range(loader.num_workers)]
-        self._buffers: Dict[int, Tuple[_WorkerBuffer, ElementSpec]] = {}
+        self._buffers: Dict[int, Tuple[_WorkerBuffer, TreeSpec]] = {}
         vars(loader)["collate_fn"] = _SharedMemoryCollate(loader.collate_fn, self._memories, self._slots)
 
     def __iter__(self) -> Iterator[Any]:
@@ -410,7 +410,7 @@ class _SharedMemoryCollate:
         except Error:
             return self._pickled(worker, element)  # the fetcher raises the same error
         found = (SlotLayout.of(tensors), spec)
-        is_first = self._format is None and spec.original is None
+        is_first = self._format is None and spec.constant is None
         if is_first:
             self._open(worker, found)
         if found != self._format or self._buffer is None or not self._buffer.is_free(self._number):
@@ -440,7 +440,7 @@ class _SharedMemoryCollate:
         return _Pickled(worker, self._number, pickle.dumps(element))
 
 
-def stack_into(targets: Sequence[torch.Tensor], spec: ElementSpec, samples: Sequence[Any]) -> bool:
+def stack_into(targets: Sequence[torch.Tensor], spec: TreeSpec, samples: Sequence[Any]) -> bool:
     """Write `default_collate(samples)` into `targets`, without the copy of a batch that is collated elsewhere.
 
     Returns:
@@ -452,13 +452,14 @@ def stack_into(targets: Sequence[torch.Tensor], spec: ElementSpec, samples: Sequ
     return all(_fill(target, column) for target, column in zip(targets, columns))
 
 
-def _columns(spec: ElementSpec, samples: Sequence[Any]) -> Optional[List[Sequence[Any]]]:
+def _columns(spec: TreeSpec, samples: Sequence[Any]) -> Optional[List[Sequence[Any]]]:
     """Return the samples' first items, second items, ...; None for samples that only `default_collate` supports."""
-    if spec.type is torch.Tensor:
+    if spec.kind is torch.Tensor:
         return [samples]
-    if spec.type is dict and all(type(sample) is dict and tuple(sample) == spec.keys for sample in samples):
+    if spec.kind is dict and all(type(sample) is dict and tuple(sample) == spec.keys for sample in samples):
         return [[sample[key] for sample in samples] for key in spec.keys]
-    if spec.type is list and all(type(sample) in (tuple, list) and (len(sample),) == spec.keys for sample in samples):
+    length = len(spec.children)
+    if spec.kind is list and all(type(sample) in (tuple, list) and len(sample) == length for sample in samples):
         return list(zip(*samples))
     return None
 

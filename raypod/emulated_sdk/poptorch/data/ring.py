@@ -22,7 +22,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple, T
 import torch
 
 from poptorch.errors import Error
-from poptorch.pytree import ElementSpec
+from poptorch.pytree import TreeSpec, described_element
 
 
 class SharedMemory:
@@ -251,7 +251,7 @@ class SlotWriter:
     """
 
     def __init__(
-        self, first: List[torch.Tensor], spec: ElementSpec, rebatched_size: Optional[int], drop_last: bool
+        self, first: List[torch.Tensor], spec: TreeSpec, rebatched_size: Optional[int], drop_last: bool
     ) -> None:
         self._spec = spec
         self._rebatched_size = rebatched_size
@@ -275,7 +275,7 @@ class SlotWriter:
         """Set the slots to write; `next_slot()` waits for a free one, `publish(rows, slot)` hands it to the reader."""
         self._slots, self._next_slot, self._publish = slots, next_slot, publish
 
-    def write(self, tensors: List[torch.Tensor], spec: ElementSpec) -> None:
+    def write(self, tensors: List[torch.Tensor], spec: TreeSpec) -> None:
         """Copy one element; Error if it does not match the first."""
         self._check(tensors, spec)
         if self._rebatched_size is None:
@@ -313,9 +313,10 @@ class SlotWriter:
                 self._publish(WHOLE, self._slot)
                 self.discard_partial()
 
-    def _check(self, tensors: List[torch.Tensor], spec: ElementSpec) -> None:
+    def _check(self, tensors: List[torch.Tensor], spec: TreeSpec) -> None:
         if spec != self._spec or len(tensors) != len(self.layout.tensors):
-            raise Error(f"An element is {spec}, but the first element is {self._spec}")
+            first, other = described_element(self._spec), described_element(spec)
+            raise Error(f"An element is {other}, but the first element is {first}")
         for index, (tensor, (_, shape)) in enumerate(zip(tensors, self.layout.tensors)):
             if self._rebatched_size is None:
                 fits = _is_expandable(tensor.shape, shape)

@@ -1,10 +1,12 @@
 """Ops that annotate a forward for the compiler: its losses, and hints; argument checks of all ops.
 
-The hints do not change values. They concern names, memory, recomputation, overlapped I/O, and convolutions that run in parallel.
+The hints do not change values. They concern names, memory, recomputation, overlapped I/O, and convolutions that run in
+parallel.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -279,7 +281,7 @@ class MultiConv:
     def __enter__(self) -> MultiConv:
         if getattr(_active, "counter", None) is not None:
             raise Error("Nested poptorch.MultiConv is not supported")
-        _active.counter = _ConvolutionCounter() if compiling_mode() is not None else _NoCounter()
+        _active.counter = _ConvolutionCounter() if compiling_mode() is not None else contextlib.nullcontext()
         _active.counter.__enter__()
         return self
 
@@ -310,16 +312,6 @@ class MultiConv:
                     f"poptorch.MultiConv: {name} has {len(values)} values, but there are {convolutions} convolutions: "
                     "pass one value for all, or one for each"
                 )
-
-
-class _NoCounter:
-    """Replaces the counter outside compilation."""
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, *exc_info: Any) -> None:
-        """Do nothing."""
 
 
 class _ConvolutionCounter(TorchFunctionMode):

@@ -52,7 +52,7 @@ from poptorch.errors import Error
 from poptorch.ops.annotations import check_transfers
 from poptorch.options.strategies import _IExecutionStrategy
 from poptorch.parallel.blocks import block_of
-from poptorch.parallel.placement import Placement, Sizes, place
+from poptorch.parallel.placement import Placement, place
 from poptorch.parallel.tracing import ActivationRecorder, StageActivations, StageRecorder
 from poptorch.python_state import Changes, TracedState
 from poptorch.pytree import TreeSpec, flatten
@@ -173,7 +173,7 @@ def trace(
         has_half=half.has_half or any(parameter.dtype == torch.half for parameter in scratch.parameters.values()),
         loss_output=loss_output,
         trained=trained,
-        placement=place(settings.strategy.name, recorder, _sizes(scratch)),
+        placement=place(settings.strategy.name, recorder, scratch.parameters, scratch.buffers),
         overlapped=overlapped,
         tensor_names=anchor_recorder.names,
         activations=activations.stages(len(recorder.stages())),
@@ -198,10 +198,6 @@ def _weights(memory: ReplicaMemory) -> List[torch.Tensor]:
 def _overlapped(mode: DeviceMode) -> FrozenSet[str]:
     requested = [overlap for overlap in mode.overlaps if overlap.mode != OverlapMode.NoOverlap]
     return frozenset("inputs" if overlap.is_input else "outputs" for overlap in requested)
-
-
-def _sizes(memory: ReplicaMemory) -> Sizes:
-    return Sizes(memory.parameters, memory.buffers)
 
 
 class _Fingerprint(NamedTuple):

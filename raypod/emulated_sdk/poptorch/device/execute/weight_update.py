@@ -137,7 +137,7 @@ class WeightUpdate(NoUpdate):
         if self._sum is None:
             counts = self._complete()
             if is_last:
-                self._buffers.exchange(self._buffers.changed(0, is_last).tolist(), _gather_single_process)
+                self._buffers.exchange(self._buffers.changed(0, is_last).tolist(), lambda row: row.unsqueeze(0))
         else:
             counts = self._reduce(self._sum, is_last)
         apply_averages(self._memory.replicas[0].parameters, self._memory.updated)
@@ -245,10 +245,6 @@ def _norm(gradients: List[Optional[torch.Tensor]]) -> float:
         return math.sqrt(math.fsum(float(np.add.reduce(np.square(values))) for values in flat))
     except (OverflowError, ValueError):
         return math.nan
-
-
-def _gather_single_process(row: torch.Tensor) -> torch.Tensor:
-    return row.unsqueeze(0)
 
 
 def _with_flags(gradients: List[Optional[torch.Tensor]], counts: List[float]) -> List[Optional[torch.Tensor]]:
