@@ -65,9 +65,9 @@ def join(rank: int, hosts: List[str], folder: Path) -> Any:
     import horovod.torch as hvd
 
     hvd.init()
-    import _pod.store
+    import _pod.wires
 
-    store, _ = _pod.store.client(len(hosts))
+    store, _ = _pod.wires.connection_to_store(len(hosts))
     dist.init_process_group("gloo", store=dist.PrefixStore("bench", store), rank=rank, world_size=len(hosts))
     return rendezvous, proxy, store
 

@@ -17,9 +17,8 @@ import pytest
 import torch
 from _pod import wires
 from horovod.common.exceptions import HorovodInternalError
-from horovod.torch import _position, functions
-from horovod.torch._engine import Engine, Numbering
-from horovod.torch._timeline import Timeline
+from horovod.torch import _basics, functions
+from horovod.torch._engine import Engine, Numbering, Timeline
 
 from tests.support.ranks import error_of
 
@@ -334,7 +333,7 @@ def shut_down() -> Iterator[None]:
 def test_rank_and_size_come_from_the_environment(monkeypatch: Any, variables: Dict[str, str], position: Any) -> None:
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
-    assert tuple(_position.determine_position()) == position
+    assert tuple(_basics.determine_position()) == position
     monkeypatch.setenv("HOROVOD_SIZE", "many")
     with pytest.raises(RuntimeError, match="HOROVOD_SIZE='many'"):
         hvd.init()

@@ -1,5 +1,5 @@
 """The sum over replicas has the same bits for every placement, in shared memory and over the network, and no wait is
-unbounded (`_pod.reduce`, `_pod.board`, `_pod.gradient_sum`); the exchange of one host (`_pod.local_exchange`)."""
+unbounded (`_pod.reduce`, `_pod.board`, `_pod.gradient_sum`); the exchange of one host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
 import _pod.board
-import _pod.local_exchange
 import _pod.reduce
 import _pod.wires
 import pytest
@@ -186,7 +185,7 @@ def _connected(name: str, rank: int, size: int) -> Any:
     group = _pod.wires.connect(name, rank, size)
     folder = tempfile.gettempdir() if rank == 0 else ""
     path = _pod.board._broadcast_path(group, str(Path(folder, f"exchange-{name}")))
-    return group, _pod.local_exchange.connect(group, path), path
+    return group, _pod.board.connect_locally(group, path), path
 
 
 def gathers(rank: int, size: int) -> Dict[str, Any]:
@@ -213,7 +212,7 @@ def messages(rank: int, size: int) -> Dict[str, int]:
 
         return call
 
-    group, exchange = _pod.wires.Group, _pod.local_exchange.LocalExchange
+    group, exchange = _pod.wires.Group, _pod.board.LocalExchange
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "_run", counted("gloo", group._run))
         patch.setattr(group, "_start", counted("gloo", group._start))
@@ -233,7 +232,7 @@ def not_connected(rank: int, size: int) -> bool:
     """Return whether there is no exchange if one process cannot create its socket."""
     group = _pod.wires.connect("not connected", rank, size)
     folder = "/no/such/folder" if rank == 1 else tempfile.gettempdir()
-    return _pod.local_exchange.connect(group, f"{folder}/exchange-none") is None
+    return _pod.board.connect_locally(group, f"{folder}/exchange-none") is None
 
 
 FAILURES = ["without_memory_on_rank_1", "allocation_failure", "mapping_failure_on_rank_2"]

@@ -14,9 +14,8 @@ import _pod.store_protocol as protocol
 import pytest
 import torch
 import torch.distributed as dist
-from _pod.store import Store
 from _pod.store_client import StoreClient
-from _pod.wires import PeerFailed, StoreServer
+from _pod.wires import PeerFailed, Store, StoreServer
 
 from tests.support import intruder
 from tests.support.bounded import wait_until

@@ -1,4 +1,4 @@
-"""`_pod.wires` and `_pod.store`: joining, transfers, errors if a peer is missing or lost, and the end of any wait."""
+"""`_pod.wires`: joining, transfers, errors if a peer is missing or lost, and the end of any wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from contextlib import ExitStack, closing
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import _pod.reduce
-import _pod.store
 import _pod.wires
 import pytest
 import torch
@@ -30,7 +29,7 @@ c10d: Any = dist  # its stubs lack the stores
 
 
 def client() -> Any:
-    return _pod.store.client(2)[0]
+    return _pod.wires.connection_to_store(2)[0]
 
 
 # ---- run by the ranks
@@ -251,9 +250,9 @@ def test_a_rank_that_is_taken_is_an_error_and_gloo_socket_ifname_selects_the_int
         _pod.wires.connect("g", 1, 2)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     with pytest.raises(RuntimeError, match="no-such-interface"):
-        _pod.store.gloo_options(rendezvous, 1.0)
+        _pod.wires.gloo_options(rendezvous, 1.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert len(_pod.store.gloo_options(rendezvous, 1.0)._devices) == 1
+    assert len(_pod.wires.gloo_options(rendezvous, 1.0)._devices) == 1
 
 
 @pytest.mark.parametrize(("length", "count"), [(0, 3), (2, 3), (7, 3), (9, 3)])
@@ -326,5 +325,5 @@ def test_abandon_opens_no_connection_to_a_lost_store(monkeypatch: pytest.MonkeyP
         server.close()
         with pytest.raises(_pod.wires.PeerFailed, match="lost the connection"):
             store.add("a", 1)
-        monkeypatch.setattr(_pod.store, "StoreClient", None)
+        monkeypatch.setattr(_pod.wires, "StoreClient", None)
         _pod.wires.abandon("g", 0, 2, "a replica of this process failed")

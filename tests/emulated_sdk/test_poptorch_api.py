@@ -17,7 +17,8 @@ import poptorch
 import pytest
 import torch
 from _pod.activation import CALL_S, LOAD_S
-from poptorch import environment, sdk_variables
+from poptorch import environment
+from poptorch.executor import compile_context
 
 from tests.support.poptorch_models import Line, options, rejects
 
@@ -172,7 +173,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/reference/emulated-sdk.md"
 
 @pytest.fixture
 def compiled(monkeypatch, caplog):
-    monkeypatch.setattr(sdk_variables, "_warned", set())
+    monkeypatch.setattr(compile_context, "_warned_variables", set())
 
     def compile_with(opts=None, **variables):
         for name, value in variables.items():
@@ -208,13 +209,13 @@ def test_what_poprun_sets_and_other_processes_are_silent(compiled, monkeypatch, 
     second = options()
     second.Distributed.configureProcessId(1, 2)
     monkeypatch.setenv("POPTORCH_IPU_MODEL", "1")
-    sdk_variables.warn_once(second)
+    compile_context.warn_of_variables(second)
     assert not caplog.records
 
 
 def test_the_reference_has_every_variable():
     rows = PAGE.read_text().split("## Variables of the SDK")[1].split("\n## ")[0].splitlines()
-    for name, effect in {**sdk_variables.EFFECTS, **sdk_variables.NO_EFFECT}.items():
+    for name, effect in {**compile_context.EFFECTS, **compile_context.NO_EFFECT}.items():
         assert any(row.startswith(f"| `{name}") and row.endswith(f"{effect} |") for row in rows), name
 
 

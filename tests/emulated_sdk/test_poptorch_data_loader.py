@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from poptorch.data.worker_batches import stack_into
+from poptorch.data.fetcher import stack_into
 from poptorch.pytree import flatten_element
 from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset, default_collate
 

@@ -17,7 +17,6 @@ import poptorch
 import psutil
 import pytest
 import torch
-from poptorch.data import fetcher_process
 
 from tests.support import ROOT
 from tests.support.bounded import wait_until
@@ -111,7 +110,7 @@ def test_terminate_ends_the_process_by_request_and_can_be_repeated_and_so_does_d
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_terminate_interrupts_a_hung_data_set(monkeypatch, workers):
-    monkeypatch.setattr(fetcher_process, "_GRACE_S", 0.3)
+    monkeypatch.setattr("poptorch.data.accessor._GRACE_S", 0.3)
     data = accessor(poptorch.DataLoader(options(), Hung(5), num_workers=workers))
     assert int(next(iter(data))[0, 0]) == 0
     family = [pid_of(data), *(child.pid for child in psutil.Process(pid_of(data)).children())]

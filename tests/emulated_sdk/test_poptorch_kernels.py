@@ -12,7 +12,7 @@ from typing import Any, Dict, Sequence
 import poptorch
 import pytest
 import torch
-from poptorch.device.compile import inductor
+from poptorch.device.compile import compilation
 from poptorch.device.kernels import Accumulating, convolution
 from poptorch.errors import Error
 from torch import nn
@@ -279,8 +279,8 @@ def test_a_host_that_cannot_compile_an_unknown_value_and_a_folder_open_to_others
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "raypod" / "inductor"
-    inductor._use_own_cache()
+    compilation._use_own_inductor_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     folder.chmod(0o777)
-    rejects(poptorch.Error, "writable by other users", inductor._use_own_cache)
+    rejects(poptorch.Error, "writable by other users", compilation._use_own_inductor_cache)

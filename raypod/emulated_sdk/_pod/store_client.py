@@ -11,27 +11,8 @@ import threading
 import time
 from typing import List, Optional, Sequence
 
-from _pod.store_protocol import (
-    ADD,
-    AWAIT,
-    CANCEL,
-    CLIENT,
-    COUNT,
-    DELETE,
-    GET,
-    HANDSHAKE_S,
-    HEADER,
-    MAX_MESSAGE_BYTES,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    SERVER,
-    SET,
-    SWAP,
-    Channel,
-    PeerFailed,
-    detect_dead_peer,
-    proof,
-)
+from _pod import store_protocol as protocol
+from _pod.store_protocol import Channel, PeerFailed, detect_dead_peer
 
 RESPONSE_S = 60.0  # timeout of every response except that of `wait`
 _TRANSFER_S = 3.0  # timeout of sending a request, and of receiving a response that has begun to arrive
@@ -66,32 +47,32 @@ class StoreClient:
 
     def set(self, key: str, value: bytes) -> None:
         """Set the value of a key."""
-        self._request(SET, key.encode(), value)
+        self._request(protocol.SET, key.encode(), value)
 
     def get(self, key: str) -> Optional[bytes]:
         """Return the value of a key; None if it does not exist."""
-        values = self._request(GET, key.encode())
+        values = self._request(protocol.GET, key.encode())
         return values[0] if values else None
 
     def has(self, keys: Sequence[str]) -> bool:
         """Return whether all keys exist."""
-        return len(self._request(GET, *(key.encode() for key in keys))) == len(keys)
+        return len(self._request(protocol.GET, *(key.encode() for key in keys))) == len(keys)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which starts at 0, and return the sum."""
-        return int(self._request(ADD, key.encode(), str(amount).encode())[0])
+        return int(self._request(protocol.ADD, key.encode(), str(amount).encode())[0])
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set `desired` if the current value is `expected` (b"" for a missing key); return the value afterwards."""
-        return self._request(SWAP, key.encode(), expected, desired)[0]
+        return self._request(protocol.SWAP, key.encode(), expected, desired)[0]
 
     def delete(self, key: str) -> bool:
         """Delete a key and return whether it existed."""
-        return bool(self._request(DELETE, key.encode()))
+        return bool(self._request(protocol.DELETE, key.encode()))
 
     def count(self) -> int:
         """Return the number of keys."""
-        return int(self._request(COUNT)[0])
+        return int(self._request(protocol.COUNT)[0])
 
     def wait(self, keys: Sequence[str], timeout_s: float, unless: Sequence[str] = ()) -> List[str]:
         """Wait until all `keys` exist, or any key of `unless` does; return those of `keys` that are missing.
@@ -100,9 +81,9 @@ class StoreClient:
         """
         fields = [str(len(unless)).encode(), *(key.encode() for key in (*unless, *keys))]
         with self._lock:
-            self._send(AWAIT, *fields)
+            self._send(protocol.AWAIT, *fields)
             if not self._poll(timeout_s):
-                self._send(CANCEL)
+                self._send(protocol.CANCEL)
             return [key.decode() for key in self._receive()]
 
     def close(self) -> None:
@@ -118,7 +99,7 @@ class StoreClient:
                 connection = self._open(host, port, deadline)
                 try:
                     left_s = max(0.01, deadline - time.monotonic())
-                    connection.settimeout(min(left_s, HANDSHAKE_S))
+                    connection.settimeout(min(left_s, protocol.HANDSHAKE_S))
                     self._authenticate(connection, secret)
                 except BaseException:
                     connection.close()
@@ -138,8 +119,8 @@ class StoreClient:
     def _open(self, host: str, port: int, deadline: float) -> socket.socket:
         """Connect as `socket.create_connection`, but not after `cancelled` is set."""
         failure = OSError(f"{host} has no address")
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            connection = socket.socket(family, kind, protocol)
+        for family, kind, proto, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            connection = socket.socket(family, kind, proto)
             connection.setblocking(False)
             code = connection.connect_ex(address)
             if code == errno.EINPROGRESS:
@@ -153,18 +134,20 @@ class StoreClient:
 
     def _authenticate(self, connection: socket.socket, secret: bytes) -> None:
         """Verify the server's proof first, then send this process's own."""
-        nonce = os.urandom(NONCE_BYTES)
+        nonce = os.urandom(protocol.NONCE_BYTES)
         connection.sendall(nonce)
         if not self._wait(connection, select.POLLIN, time.monotonic() + (connection.gettimeout() or 0.0)):
             raise TimeoutError("no response")
-        server_nonce, server_proof = _read(connection, NONCE_BYTES), _read(connection, PROOF_BYTES)
-        if not hmac.compare_digest(server_proof, proof(secret, SERVER, nonce, server_nonce)):
+        server_nonce, server_proof = _read(connection, protocol.NONCE_BYTES), _read(connection, protocol.PROOF_BYTES)
+        if not hmac.compare_digest(server_proof, protocol.proof(secret, protocol.SERVER, nonce, server_nonce)):
             raise RuntimeError(
                 f"the server at {self._address} does not have the secret of this process: it is the store of another"
                 " pod, or another service"
             )
-        connection.sendall(proof(secret, CLIENT, nonce, server_nonce))
-        self._outgoing, self._incoming = (Channel(secret, sender, nonce, server_nonce) for sender in (CLIENT, SERVER))
+        connection.sendall(protocol.proof(secret, protocol.CLIENT, nonce, server_nonce))
+        self._outgoing, self._incoming = (
+            Channel(secret, sender, nonce, server_nonce) for sender in (protocol.CLIENT, protocol.SERVER)
+        )
 
     def _request(self, verb: bytes, *fields: bytes) -> List[bytes]:
         with self._lock:
@@ -196,8 +179,8 @@ class StoreClient:
     def _receive(self) -> List[bytes]:
         connection = self._open_connection()
         try:
-            (length,) = HEADER.unpack(_read(connection, HEADER.size))
-            if not PROOF_BYTES <= length <= MAX_MESSAGE_BYTES:
+            (length,) = protocol.HEADER.unpack(_read(connection, protocol.HEADER.size))
+            if not protocol.PROOF_BYTES <= length <= protocol.MAX_MESSAGE_BYTES:
                 raise ConnectionError(f"a message of {length} bytes")
             return self._incoming.unpack(_read(connection, length))
         except (OSError, EOFError) as error:

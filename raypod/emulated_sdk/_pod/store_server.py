@@ -18,28 +18,9 @@ import time
 import weakref
 from typing import Callable, Dict, Generator, List, Optional, Sequence, Set
 
+from _pod import store_protocol as protocol
 from _pod.activation import RENDEZVOUS, SECRET
-from _pod.store_protocol import (
-    ADD,
-    AWAIT,
-    CANCEL,
-    CLIENT,
-    COUNT,
-    DELETE,
-    GET,
-    HANDSHAKE_S,
-    HEADER,
-    MAX_MESSAGE_BYTES,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    SERVER,
-    SET,
-    SWAP,
-    Channel,
-    detect_dead_peer,
-    new_secret,
-    proof,
-)
+from _pod.store_protocol import HANDSHAKE_S, Channel, detect_dead_peer
 
 _MAX_UNAUTHENTICATED = 512  # beyond it the oldest unauthenticated connection is closed
 _MAX_REPORTED = 16  # rejected addresses that are reported on stderr
@@ -58,7 +39,7 @@ class StoreServer:
         Raises:
             OSError: the address cannot be resolved or bound.
         """
-        secret = new_secret()
+        secret = protocol.new_secret()
         self._secret = bytes.fromhex(secret)
         self._listener = _listen(host, port)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
@@ -180,19 +161,19 @@ class StoreServer:
 
         Yields the number of bytes needed next; returns if authentication fails.
         """
-        client_nonce = yield NONCE_BYTES
-        nonce = os.urandom(NONCE_BYTES)
-        connection.unsent += nonce + proof(self._secret, SERVER, client_nonce, nonce)
-        client_proof = yield PROOF_BYTES
-        if not hmac.compare_digest(client_proof, proof(self._secret, CLIENT, client_nonce, nonce)):
+        client_nonce = yield protocol.NONCE_BYTES
+        nonce = os.urandom(protocol.NONCE_BYTES)
+        connection.unsent += nonce + protocol.proof(self._secret, protocol.SERVER, client_nonce, nonce)
+        client_proof = yield protocol.PROOF_BYTES
+        if not hmac.compare_digest(client_proof, protocol.proof(self._secret, protocol.CLIENT, client_nonce, nonce)):
             return
         del self._unauthenticated[connection]
         incoming, connection.outgoing = (
-            Channel(self._secret, sender, client_nonce, nonce) for sender in (CLIENT, SERVER)
+            Channel(self._secret, sender, client_nonce, nonce) for sender in (protocol.CLIENT, protocol.SERVER)
         )
         while True:
-            (length,) = HEADER.unpack((yield HEADER.size))
-            if not PROOF_BYTES <= length <= MAX_MESSAGE_BYTES:
+            (length,) = protocol.HEADER.unpack((yield protocol.HEADER.size))
+            if not protocol.PROOF_BYTES <= length <= protocol.MAX_MESSAGE_BYTES:
                 raise ValueError(f"a message of {length} bytes")
             verb, *fields = incoming.unpack((yield length))
             response = _VERBS[verb](self, connection, *fields)
@@ -286,14 +267,14 @@ class _Connection:
 
 
 _VERBS: Dict[bytes, Callable[..., Optional[Sequence[bytes]]]] = {
-    SET: StoreServer._set,
-    GET: StoreServer._get,
-    ADD: StoreServer._add,
-    SWAP: StoreServer._swap,
-    DELETE: StoreServer._delete,
-    COUNT: StoreServer._count,
-    AWAIT: StoreServer._await,
-    CANCEL: StoreServer._cancel,
+    protocol.SET: StoreServer._set,
+    protocol.GET: StoreServer._get,
+    protocol.ADD: StoreServer._add,
+    protocol.SWAP: StoreServer._swap,
+    protocol.DELETE: StoreServer._delete,
+    protocol.COUNT: StoreServer._count,
+    protocol.AWAIT: StoreServer._await,
+    protocol.CANCEL: StoreServer._cancel,
 }
 
 

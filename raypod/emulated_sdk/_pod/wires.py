@@ -1,4 +1,4 @@
-"""Named process groups over Gloo, bounded in time, for the processes of one emulated pod.
+"""Named process groups over Gloo, bounded in time, for the processes of one emulated pod; the connection to its store.
 
 They replace the IPU-Links and the MPI connections of a real pod. A launcher opens one store (`StoreServer`), keeps it
 open, and passes these environment variables to all processes:
@@ -17,22 +17,220 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
+import string
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Union
 from weakref import WeakSet
 
 import torch
 import torch.distributed
 
-from _pod import rendezvous, store, telemetry
+from _pod import rendezvous, telemetry
 from _pod.activation import GENERATION, RENDEZVOUS, SECRET, TIMEOUT_S
 from _pod.rendezvous import timeout_s
-from _pod.store import FAILED, MAX_JOIN_S, Store
+from _pod.store_client import StoreClient
 from _pod.store_protocol import PeerFailed
 from _pod.store_server import StoreServer
+
+_c10d: Any = torch.distributed  # its stubs lack half of the documented names
+
+_MAX_JOIN_S = 60.0
+_FAILED = "failed"  # key suffix that a rank sets if it fails before it joins
+
+_store: Optional[Store] = None
+_store_config = ("", "")  # address and secret of `_store`
+_cancellable: Set[threading.Event] = set()
+
+
+class Store(_c10d.Store):  # type: ignore[misc]
+    """A `torch.distributed.Store` over one `StoreClient`, for every supported version of torch.
+
+    A C++ process group does not keep the Python object alive: keep a reference to it as long as the group exists.
+    Every method raises PeerFailed if the connection to the server is lost.
+    """
+
+    def __init__(self, client: StoreClient) -> None:
+        super().__init__()
+        self.client = client
+
+    def set(self, key: str, value: Union[str, bytes]) -> None:
+        """Set the value of a key."""
+        self.client.set(key, _encoded(value))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key; wait for the key, and raise PeerFailed after `timeout`."""
+        value = self.client.get(key)
+        if value is None:
+            self.wait([key])
+            value = self.client.get(key)
+        return value or b""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return the sum."""
+        return self.client.add(key, amount)
+
+    def check(self, keys: List[str]) -> bool:
+        """Return whether all keys exist."""
+        return self.client.has(keys)
+
+    def compare_set(self, key: str, expected: Union[str, bytes], desired: Union[str, bytes]) -> bytes:
+        """Set `desired` if the current value is `expected`; return the value afterwards."""
+        return self.client.swap(key, _encoded(expected), _encoded(desired))
+
+    def wait(self, keys: List[str], timeout: Optional[timedelta] = None) -> None:
+        """Wait until all keys exist; raise PeerFailed after `timeout`."""
+        timeout_s = (self.timeout if timeout is None else timeout).total_seconds()
+        missing = self.client.wait(keys, timeout_s)
+        if missing:
+            reason = "cancelled while waiting" if self.client.cancelled.is_set() else f"waited {timeout_s:g} s"
+            raise PeerFailed(f"{reason} for {', '.join(missing)} in the store")
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key and return whether it existed."""
+        return self.client.delete(key)
+
+    def num_keys(self) -> int:
+        """Return the number of keys."""
+        return self.client.count()
+
+    def clone(self) -> Store:
+        """Return this object: it is thread-safe."""
+        return self
+
+
+def _encoded(value: Union[str, bytes]) -> bytes:
+    return value.encode() if isinstance(value, str) else value
+
+
+@contextmanager
+def cancellable_waits() -> Iterator[threading.Event]:
+    """Yield an event for the connection to the store; within the block `cancel_waits` sets it, from any thread."""
+    cancelled = threading.Event()
+    _cancellable.add(cancelled)
+    try:
+        yield cancelled
+    finally:
+        _cancellable.discard(cancelled)
+        if _store is not None:
+            _store.client.cancelled = threading.Event()
+
+
+def cancel_waits() -> None:
+    """End all waits of this process for the store."""
+    for cancelled in list(_cancellable):
+        cancelled.set()
+
+
+def open_client(cancelled: threading.Event) -> Optional[Tuple[Store, str]]:
+    """Return this process's connection to the store, whose waits `cancelled` ends, and its address; None if closed."""
+    config = os.environ.get(RENDEZVOUS, ""), os.environ.get(SECRET, "")
+    if _store is None or _store_config != config or not _store.client.is_open:
+        return None
+    _store.client.cancelled = cancelled
+    return _store, config[0]
+
+
+def connection_to_store(size: int, cancelled: Optional[threading.Event] = None) -> Tuple[Store, str]:
+    """Return this process's connection to the store, and the store's address; connect if necessary.
+
+    Raises:
+        PeerFailed: the server does not answer, or `cancelled` was set.
+        RuntimeError: a variable is missing or invalid, or the server has a different secret.
+    """
+    global _store, _store_config
+    config = address, secret = os.environ.get(RENDEZVOUS, ""), os.environ.get(SECRET, "")
+    for name, value in ((RENDEZVOUS, address), (SECRET, secret)):
+        if not value:
+            raise RuntimeError(
+                f"{name} is not set, and {size} processes cannot form a group without it: the launcher must open a"
+                " store (raypod does; in plain Python _pod.wires.StoreServer) and pass on its `environment`"
+            )
+    cancelled = cancelled or threading.Event()
+    if open_client(cancelled) is None:
+        host, port = split_address(address)
+        if len(secret) % 2 or set(secret) - set(string.hexdigits):
+            raise RuntimeError(f"{SECRET} is not a store's secret: it must consist of pairs of hexadecimal digits")
+        if _store is not None:
+            _store.client.close()
+        try:
+            _store = Store(StoreClient(host, port, secret, min(timeout_s(), _MAX_JOIN_S), cancelled))
+        except PeerFailed as error:
+            raise PeerFailed(f"{RENDEZVOUS}={address}: {error}") from error
+        except RuntimeError as error:
+            raise RuntimeError(f"{RENDEZVOUS}={address}, {SECRET}: {error}") from error
+        _store_config = config
+    assert _store is not None, "it was open or is a new one"
+    return _store, address
+
+
+def detach_store() -> Optional[Store]:
+    """Return the open connection, if any, for the caller to close or keep; the next use makes a new one."""
+    global _store
+    store, _store = _store, None
+    return store
+
+
+def wait_for_ranks(store: Store, key: str, where: str, rank: int, size: int, join_s: float) -> None:
+    """Announce this rank under `key` and wait until all ranks have. Gloo's own wait does not name the missing ranks.
+
+    Args:
+        where: describes the group in errors.
+
+    Raises:
+        PeerFailed: a rank is missing after `join_s` seconds or has failed, or another thread cancelled the wait.
+        RuntimeError: this rank was announced before.
+    """
+    keys, failed = [f"{key}/{other}" for other in range(size)], f"{key}/{_FAILED}"
+    if store.client.add(keys[rank], 1) > 1:
+        raise RuntimeError(
+            f"rank {rank} {where} has joined before under {key!r}: restarted processes need a new {GENERATION}"
+        )
+    missing = [int(each.rpartition("/")[2]) for each in store.client.wait(keys, join_s, unless=[failed])]
+    if not missing:
+        return
+    if store.client.cancelled.is_set():
+        raise PeerFailed(f"rank {rank} {where}: cancelled before rank {missing[0]} joined")
+    if store.client.has([failed]):
+        raise PeerFailed(f"rank {rank} {where}: another rank failed before it joined")
+    store.client.delete(keys[rank])  # this rank may retry, and must not count as present meanwhile
+    ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
+    raise PeerFailed(f"rank {rank} waited {join_s:g} s for {ranks} {where}")
+
+
+def gloo_options(address: str, wait_s: float) -> Any:
+    """Return the Gloo options: bind to the interfaces of GLOO_SOCKET_IFNAME, else to the route to the rendezvous."""
+    gloo = _c10d.ProcessGroupGloo
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interfaces:
+        devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
+    else:
+        devices = [gloo.create_device(hostname=_own_address(*split_address(address)))]
+    options = gloo._Options()
+    options._devices = devices
+    options._timeout = timedelta(seconds=wait_s)
+    options._threads = 2 * len(devices)
+    return options
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return this host's address on the route to the rendezvous. Connecting a datagram socket sends no packet."""
+    family, _, _, _, destination = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(destination)
+        return str(probe.getsockname()[0])
+
+
+def split_address(address: str) -> Tuple[str, int]:
+    """Return host and port of "host:port"; RuntimeError if it is malformed."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise RuntimeError(f"{RENDEZVOUS}={address!r} is not host:port")
+    return host.strip("[]"), int(port)
+
 
 __all__ = [
     "GENERATION",
@@ -54,7 +252,6 @@ __all__ = [
     "wait_all",
 ]
 
-_c10d: Any = torch.distributed  # its stubs lack half of the documented names
 _MAX_TAGS = 1 << 20  # Gloo uses the top bits of a slot for its own collectives
 
 _lock = threading.RLock()
@@ -100,11 +297,11 @@ def abandon(name: str, rank: int, size: int, reason: str) -> None:
         if group is not None:
             group.abandon(reason)
             return
-        with suppress(RuntimeError), store.cancellable() as cancelled:  # without the store the others wait
-            opened = store.open_client(cancelled) if size > 1 else None
+        with suppress(RuntimeError), cancellable_waits() as cancelled:  # without the store the others wait
+            opened = open_client(cancelled) if size > 1 else None
             if opened is not None:
                 (connection, address), prefix = opened, _prefix(name)
-                connection.add(f"{prefix}/{_joins.get(address + prefix, 0) + 1}/joined/{FAILED}", rank + 1)
+                connection.add(f"{prefix}/{_joins.get(address + prefix, 0) + 1}/joined/{_FAILED}", rank + 1)
 
 
 def abandon_all(reason: str) -> None:
@@ -112,7 +309,7 @@ def abandon_all(reason: str) -> None:
 
     Takes no lock: a thread that joins a group holds it.
     """
-    store.cancel_all()
+    cancel_waits()
     for group in list(_groups.values()):
         group.abandon(reason)
 
@@ -138,7 +335,7 @@ def close() -> None:
     with _lock:
         for name in list(_groups):
             disconnect(name)
-        connection = store.detach()
+        connection = detach_store()
         if connection is not None:
             connection.client.close()
 
@@ -315,19 +512,19 @@ def _join(name: str, rank: int, size: int, join_s: Optional[float]) -> Group:
     wait_s = timeout_s()
     if size == 1:
         return Group(name, rank, size, None, wait_s)
-    with store.cancellable() as cancelled, telemetry.waiting():
-        connection, address = store.client(size, cancelled)
+    with cancellable_waits() as cancelled, telemetry.waiting():
+        connection, address = connection_to_store(size, cancelled)
         prefix = _prefix(name)
         count = _joins.get(address + prefix, 0) + 1
-        join_s = min(wait_s, MAX_JOIN_S) if join_s is None else join_s
+        join_s = min(wait_s, _MAX_JOIN_S) if join_s is None else join_s
         where = f"of group {name!r} at {address}"
-        store.wait_for_ranks(connection, f"{prefix}/{count}/joined", where, rank, size, join_s)
+        wait_for_ranks(connection, f"{prefix}/{count}/joined", where, rank, size, join_s)
         _joins[address + prefix] = count
         prefix += f"/{count}"
         prefixed = _c10d.PrefixStore(f"{prefix}/wires", connection)
-        backend = _c10d.ProcessGroupGloo(prefixed, rank, size, store.gloo_options(address, wait_s))
+        backend = _c10d.ProcessGroupGloo(prefixed, rank, size, gloo_options(address, wait_s))
         # A rank that leaves early would close connections that others are still establishing.
-        store.wait_for_ranks(connection, f"{prefix}/wired", where, rank, size, join_s)
+        wait_for_ranks(connection, f"{prefix}/wired", where, rank, size, join_s)
     return Group(name, rank, size, backend, wait_s, connection)
 
 
@@ -338,7 +535,7 @@ def _reset_in_forked_child() -> None:
     """
     global _lock
     _lock = threading.RLock()
-    _inherited.append((dict(_groups), store.detach()))
+    _inherited.append((dict(_groups), detach_store()))
     _groups.clear()
     _joins.clear()
 

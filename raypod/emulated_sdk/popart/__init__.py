@@ -8,172 +8,57 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-
-class SyntheticDataMode(IntEnum):
-    """Input data: from the host, or generated on the device."""
-
-    Off = 0
-    Zeros = 1
-    RandomNormal = 2
-    RandomUniform = 3
-
-
-class RecomputationType(IntEnum):
-    """Automatic recomputation of activations (`autoRecomputation`)."""
-
-    NoRecompute = 0
-    Standard = 1
-    NormOnly = 2
-    Pipeline = 3
-    RecomputeAll = 4
-
-
-class AccumulateOuterFragmentSchedule(IntEnum):
-    """Schedule of the operations after gradient accumulation."""
-
-    Scheduler = 0
-    Serial = 1
-    OverlapCycleOptimized = 2
-    OverlapMemoryOptimized = 3
-
-
-class SubgraphCopyingStrategy(IntEnum):
-    """Copying of a subgraph's inputs and outputs."""
-
-    OnEnterAndExit = 0
-    JustInTime = 1
-
-
-class VirtualGraphMode(IntEnum):
-    """Assignment of operations to IPUs."""
-
-    Off = 0
-    Manual = 1
-    Auto = 2
-    ExecutionPhases = 3
-
-
-class MergeVarUpdateType(IntEnum):
-    """Merging of weight updates."""
-
-    Off = 0
-    All = 1
-    AutoLoose = 2
-    AutoTight = 3
-
-
-class ReductionType(IntEnum):
-    """Reduction of losses and gradients."""
-
-    Sum = 0
-    Mean = 1
-    NoReduction = 2
-
-
-class MeanReductionStrategy(IntEnum):
-    """When a mean over gradients divides."""
-
-    Running = 0
-    Post = 1
-
-
-class ExecutionPhaseIOSchedule(IntEnum):
-    """When an execution phase loads its inputs."""
-
-    Preload = 0
-    OnDemand = 1
-
-
-class ExecutionPhaseSchedule(IntEnum):
-    """Order of the operations of an execution phase."""
-
-    Interleaving = 0
-    Batch = 1
-    BatchClusteredIO = 2
-
-
-class BatchSerializationBatchSchedule(IntEnum):
-    """Schedule of serialized batches."""
-
-    Scheduler = 0
-    Isomorphic = 1
-    OverlapOnIo = 2
-    OverlapOnCompute = 3
-
-
-class BatchSerializationTransformContext(IntEnum):
-    """When batch serialization is applied."""
-
-    Fwd = 0
-    Bwd = 1
-    Forward = 0
-    Backward = 1
-
-
-class BatchSerializationMethod(IntEnum):
-    """Implementation of batch serialization."""
-
-    UnrollDynamic = 0
-    UnrollStatic = 1
-    Loop = 2
-
-
-class AutodiffStitchStrategy(IntEnum):
-    """How the backward graph gets the forward graph's tensors."""
-
-    RecomputeMinimal = 0
-    RecomputeAllNonInputs = 1
-    AddFwdOutputs = 2
-    SafeAddFwdOutputs = 3
-
-
-class GradientTensorTrackingMethod(IntEnum):
-    """The gradients used for automatic loss scaling."""
-
-    AllNonViewChangingGradientTensors = 0
-    ConvAndMatmulGradients = 1
-    GradientsOfUserSpecifiedTensors = 2
-
-
-class Instrumentation(IntEnum):
-    """The loop whose cycles are counted."""
-
-    Outer = 0
-    Inner = 1
-
-
-class TensorStorage(IntEnum):
-    """Memory of a tensor."""
-
-    OnChip = 0
-    OffChip = 1
-
-
-class TileSet(IntEnum):
-    """The tiles that hold a tensor."""
-
-    Compute = 0
-    IO = 1
-
-
-class ReplicatedTensorSharding(IntEnum):
-    """Whether a tensor is sharded over replicas."""
-
-    Off = 0
-    On = 1
-
-
-class SyncPattern(IntEnum):
-    """Synchronization of the IPUs."""
-
-    Full = 0
-    SinglePipeline = 1
-    ReplicaAndLadder = 2
-
-
-class DeviceConnectionType(IntEnum):
-    """When the program attaches to its device."""
-
-    Always = 0
-    OnDemand = 1
-    Never = 2
+# Input data: from the host, or generated on the device.
+SyntheticDataMode = IntEnum("SyntheticDataMode", "Off Zeros RandomNormal RandomUniform", start=0)
+# Automatic recomputation of activations (`autoRecomputation`).
+RecomputationType = IntEnum("RecomputationType", "NoRecompute Standard NormOnly Pipeline RecomputeAll", start=0)
+# Schedule of the operations after gradient accumulation.
+AccumulateOuterFragmentSchedule = IntEnum(
+    "AccumulateOuterFragmentSchedule", "Scheduler Serial OverlapCycleOptimized OverlapMemoryOptimized", start=0
+)
+# Copying of a subgraph's inputs and outputs.
+SubgraphCopyingStrategy = IntEnum("SubgraphCopyingStrategy", "OnEnterAndExit JustInTime", start=0)
+# Assignment of operations to IPUs.
+VirtualGraphMode = IntEnum("VirtualGraphMode", "Off Manual Auto ExecutionPhases", start=0)
+# Merging of weight updates.
+MergeVarUpdateType = IntEnum("MergeVarUpdateType", "Off All AutoLoose AutoTight", start=0)
+# Reduction of losses and gradients.
+ReductionType = IntEnum("ReductionType", "Sum Mean NoReduction", start=0)
+# When a mean over gradients divides.
+MeanReductionStrategy = IntEnum("MeanReductionStrategy", "Running Post", start=0)
+# When an execution phase loads its inputs.
+ExecutionPhaseIOSchedule = IntEnum("ExecutionPhaseIOSchedule", "Preload OnDemand", start=0)
+# Order of the operations of an execution phase.
+ExecutionPhaseSchedule = IntEnum("ExecutionPhaseSchedule", "Interleaving Batch BatchClusteredIO", start=0)
+# Schedule of serialized batches.
+BatchSerializationBatchSchedule = IntEnum(
+    "BatchSerializationBatchSchedule", "Scheduler Isomorphic OverlapOnIo OverlapOnCompute", start=0
+)
+# When batch serialization is applied.
+BatchSerializationTransformContext = IntEnum(
+    "BatchSerializationTransformContext", {"Fwd": 0, "Bwd": 1, "Forward": 0, "Backward": 1}
+)
+# Implementation of batch serialization.
+BatchSerializationMethod = IntEnum("BatchSerializationMethod", "UnrollDynamic UnrollStatic Loop", start=0)
+# How the backward graph gets the forward graph's tensors.
+AutodiffStitchStrategy = IntEnum(
+    "AutodiffStitchStrategy", "RecomputeMinimal RecomputeAllNonInputs AddFwdOutputs SafeAddFwdOutputs", start=0
+)
+# The gradients used for automatic loss scaling.
+GradientTensorTrackingMethod = IntEnum(
+    "GradientTensorTrackingMethod",
+    "AllNonViewChangingGradientTensors ConvAndMatmulGradients GradientsOfUserSpecifiedTensors",
+    start=0,
+)
+# The loop whose cycles are counted.
+Instrumentation = IntEnum("Instrumentation", "Outer Inner", start=0)
+# Memory of a tensor.
+TensorStorage = IntEnum("TensorStorage", "OnChip OffChip", start=0)
+# The tiles that hold a tensor.
+TileSet = IntEnum("TileSet", "Compute IO", start=0)
+# Whether a tensor is sharded over replicas.
+ReplicatedTensorSharding = IntEnum("ReplicatedTensorSharding", "Off On", start=0)
+# Synchronization of the IPUs.
+SyncPattern = IntEnum("SyncPattern", "Full SinglePipeline ReplicaAndLadder", start=0)
+# When the program attaches to its device.
+DeviceConnectionType = IntEnum("DeviceConnectionType", "Always OnDemand Never", start=0)

@@ -13,7 +13,7 @@ from poptorch import _impl as _impl
 from poptorch import _logging as _logging
 from poptorch import _poplar_executor as _poplar_executor
 from poptorch import _utils as _utils
-from poptorch import enums, environment, findings, ops, optim, options, poptorch_core, printing, profiling, testing
+from poptorch import enums, environment, findings, ops, optim, options, poptorch_core, profiling, testing
 from poptorch._impl import createPoptorchError as createPoptorchError
 from poptorch.custom_operators.registry import tolerate_absent
 from poptorch.data.accessor import AsynchronousDataAccessor
@@ -29,7 +29,9 @@ from poptorch.executor.executor import PoplarExecutor, inferenceModel, load, tra
 from poptorch.ops import *  # noqa: F403
 from poptorch.options import *  # noqa: F403
 from poptorch.options.base import hint_of_removed
-from poptorch.printing import *  # noqa: F403
+from poptorch.options.groups import CAST as _CAST
+from poptorch.parallel.blocks import module_repr as module_repr
+from poptorch.parallel.blocks import print as print
 from poptorch.pytree import ICustomArgParser, registerCustomArgParser
 
 __all__ = [
@@ -47,10 +49,12 @@ __all__ = [
     "ipuHardwareVersion",
     "isRunningOnIpu",
     "load",
+    "module_repr",
     "ops",
     "optim",
     "options",
     "poptorch_core",
+    "print",
     "profiling",
     "registerCustomArgParser",
     "registerPostCompileHook",
@@ -62,7 +66,6 @@ __all__ = [
 __all__ += enums.__all__
 __all__ += ops.__all__
 __all__ += options.__all__
-__all__ += printing.__all__
 __all__.sort()
 
 os.environ.setdefault("RDMAV_FORK_SAFE", "1")
@@ -72,7 +75,6 @@ register_geometric()
 tolerate_absent()
 
 
-_CAST = "cast in the model: model.half(), or tensor.half() and tensor.float() in forward"
 _DISPATCH = "a model is always traced by the dispatcher"
 _REMOVED = {
     "AnchorMode": ("2.5", "use poptorch.OutputMode"),

@@ -1,16 +1,32 @@
-"""The differences between torch on the host and a forward on the device: marked losses and dtypes.
+"""The differences between torch on the host and a forward on the device: losses, dtypes, moving averages.
 
 `DeviceMode` intercepts every torch function that a forward calls. It marks losses, replaces dtypes that the device does
 not have by those that it computes in and the host's weights by the device's, and raises Error if a tensor is moved off
 the device. As this costs time, later forwards use `OnDevice` instead if compilation replaced nothing and found the loss
 among the outputs.
+
+Of a parameter that is the moving average of another, forward requests an update, and the weight update makes it. PopART
+moves such an update out of the accumulation, so it happens once per weight update.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any, Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 import torch.nn.functional as F
@@ -347,3 +363,37 @@ def _functions(names: Sequence[str]) -> FrozenSet[Callable[..., Any]]:
 
 
 _HANDLERS = _handlers()
+
+
+_REQUEST = "_requested_average"  # an attribute of parameters
+
+
+class _RequestedAverage(NamedTuple):
+    weight: torch.Tensor
+    factor: torch.Tensor
+
+
+def updated_average(average: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return factor x average + (1 - factor) x weight."""
+    return factor * average + (1 - factor) * weight
+
+
+def request_average(average: torch.nn.Parameter, weight: torch.Tensor, factor: torch.Tensor) -> None:
+    """Update a parameter in the next weight update; the last request of a parameter before it counts."""
+    setattr(average, _REQUEST, _RequestedAverage(weight.detach(), factor.detach()))
+
+
+@torch.no_grad()
+def apply_averages(parameters: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    """Make the updates that a forward with `parameters` has requested, in `weights` (float32 for half)."""
+    for name, parameter in parameters.items():
+        requested = vars(parameter).pop(_REQUEST, None)
+        if requested is not None:
+            new = updated_average(weights[name], requested.weight.to(weights[name].dtype), requested.factor)
+            weights[name].copy_(new)
+
+
+def discard_averages(parameters: Iterable[torch.Tensor]) -> None:
+    """Discard the requests of a failed call."""
+    for parameter in parameters:
+        vars(parameter).pop(_REQUEST, None)

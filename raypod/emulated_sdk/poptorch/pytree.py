@@ -2,16 +2,12 @@
 
 Tuples, lists, dictionaries, named tuples and types with a registered `ICustomArgParser` are nodes, tensors are leaves,
 and every other value is a constant of the `TreeSpec`.
-
-An element of an asynchronous data set is flat: a tensor, a tuple, list or dictionary of tensors, or a value of a type
-with a registered parser. `flatten_element` returns its tensors and an `ElementSpec`.
 """
 
 from __future__ import annotations
 
 import abc
 import itertools
-from dataclasses import dataclass, field
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -58,11 +54,6 @@ def registerCustomArgParser(arg_data_type: type, arg_parser: Optional[ICustomArg
 def registered_parsers() -> Dict[type, ICustomArgParser]:
     """Return all registrations, for example to repeat them in another process."""
     return dict(_parsers)
-
-
-def parser_of(value: Any) -> Optional[ICustomArgParser]:
-    """Return the parser registered for the type of the value or its nearest base class; None if there is none."""
-    return parser_for(type(value))
 
 
 def parser_for(kind: type) -> Optional[ICustomArgParser]:
@@ -157,7 +148,7 @@ def _flatten(value: Any, tensors: List[torch.Tensor], like: TreeSpec) -> TreeSpe
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _LEAF
-    parser = parser_of(value)
+    parser = parser_for(type(value))
     if parser is not None:
         return _flatten_with_parser(value, parser, tensors)
     if isinstance(value, dict):
@@ -200,58 +191,32 @@ _LEAF = TreeSpec(torch.Tensor, (), (), None)
 _NO_SPEC = TreeSpec(_Constant, (), (), None)
 
 
-@dataclass(frozen=True)
-class ElementSpec:
-    """The container of an element's tensors. Specs are equal if their elements have the same structure.
+def flatten_element(element: Any) -> Tuple[List[torch.Tensor], TreeSpec]:
+    """Return the tensors of an element of an asynchronous data set, in order, and its spec; Error for any other value.
 
-    Attributes:
-        type: class of the element.
-        keys: keys of a dictionary; the length of a tuple or list.
-        original: an element of a type with a registered parser, which needs it to build others.
+    An element is flat: a tensor, a tuple, list or dictionary of tensors, or a value of a type with a registered parser.
     """
-
-    type: type
-    keys: Tuple[Any, ...] = ()
-    original: Any = field(default=None, compare=False)
-
-    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return an element with these tensors."""
-        kind: Any = self.type
-        if kind is torch.Tensor:
-            return tensors[0]
-        parser = parser_for(kind)
-        if parser is not None:
-            return parser.reconstruct(self.original, iter(tensors))
-        if issubclass(kind, dict):
-            filled = kind()
-            filled.update(zip(self.keys, tensors))
-            return filled
-        return kind(*tensors) if hasattr(kind, "_fields") else kind(tensors)
-
-    def __str__(self) -> str:
-        return f"{self.type.__name__}({', '.join(map(repr, self.keys))})"
-
-
-_TENSOR = ElementSpec(torch.Tensor)
-
-
-def flatten_element(element: Any) -> Tuple[List[torch.Tensor], ElementSpec]:
-    """Return the tensors of an element, in order, and its spec; Error for any other value."""
+    parser = parser_for(type(element))
     if isinstance(element, torch.Tensor):
-        return [element], _TENSOR
-    parser = parser_of(element)
+        return [element], _LEAF
     if parser is not None:
-        return list(parser.yieldTensors(element)), ElementSpec(type(element), original=element)
-    if isinstance(element, dict):
-        tensors, spec = list(element.values()), ElementSpec(type(element), tuple(element))
-    elif isinstance(element, (tuple, list)):
-        tensors, spec = list(element), ElementSpec(type(element), (len(element),))
-    else:
+        tensors = list(parser.yieldTensors(element))
+        return tensors, TreeSpec(type(element), (), (_LEAF,) * len(tensors), element)
+    if not isinstance(element, (dict, tuple, list)):
         raise Error(_not_an_element(f"an element is a {type(element).__name__}"))
-    for position, value in zip(spec.keys if isinstance(element, dict) else range(len(tensors)), tensors):
+    items = element if isinstance(element, dict) else dict(enumerate(element))
+    for position, value in items.items():
         if not isinstance(value, torch.Tensor):
             raise Error(_not_an_element(f"item {position!r} of a {type(element).__name__} is a {type(value).__name__}"))
-    return tensors, spec
+    keys = tuple(element) if isinstance(element, dict) else ()
+    return list(items.values()), TreeSpec(type(element), keys, (_LEAF,) * len(items), None)
+
+
+def described_element(spec: TreeSpec) -> str:
+    """Return the type of an element, and the keys of a dictionary or the length of a tuple or list."""
+    has_keys = issubclass(spec.kind, (dict, torch.Tensor)) or spec.constant is not None
+    keys = spec.keys if has_keys else (len(spec.children),)
+    return f"{spec.kind.__name__}({', '.join(map(repr, keys))})"
 
 
 def _not_an_element(what: str) -> str:

@@ -8,16 +8,18 @@ compiler. Use `poptorch.for_loop`, `cond`, `Block` and `CPU`.
 from __future__ import annotations
 
 import sys
-from typing import List, Sequence
+from typing import Sequence
 
 import torch
 
-from poptorch.custom_operators.custom_op import custom_operation
+from poptorch.custom_operators.registry import custom_operation
 from poptorch.device_mode import is_on_device
 from poptorch.enums import MatMulSerializationMode, OverlapMode
 from poptorch.errors import Error
+from poptorch.ops.algorithms import ctc_beam_search_decoder, fps, nearest
 from poptorch.ops.annotations import (
     NameScope,
+    checked_tensor,
     marked_loss,
     nop,
     recomputationCheckpoint,
@@ -25,12 +27,9 @@ from poptorch.ops.annotations import (
 )
 from poptorch.ops.annotations import set_overlap_for_input as _overlap_input
 from poptorch.ops.annotations import set_overlap_for_output as _overlap_output
-from poptorch.ops.arguments import checked_tensor
 from poptorch.ops.control import dynamic_slice, dynamic_update
-from poptorch.ops.ctc import ctc_beam_search_decoder
 from poptorch.ops.host import FLOAT_FORMATS
 from poptorch.ops.host import ipu_print_tensor as _print_tensor
-from poptorch.ops.points import fps, nearest
 
 __all__ = [
     "ctc_beam_search_decoder",
@@ -138,11 +137,7 @@ def nearest_batch_list(
     x: torch.Tensor, y: torch.Tensor, batch_x: Sequence[int], batch_y: Sequence[int]
 ) -> torch.Tensor:
     """Return `poptorch.nearest` for batches given as lists."""
-    return nearest(x, y, _list(batch_x), _list(batch_y))
-
-
-def _list(batch: Sequence[int]) -> List[int]:
-    return list(batch)
+    return nearest(x, y, list(batch_x), list(batch_y))
 
 
 # Not through torch.library: a function mode is off inside a registered operator, and the device's is one.

@@ -18,9 +18,12 @@ from _pod.wires import Group
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import _operations as operations
-from horovod.torch._checks import (
+from horovod.torch._engine import submit, synchronize
+from horovod.torch._operations import (
     MOVED,
     REDUCED,
+    ReduceOp,
+    Tensors,
     check_tensors,
     checked_compression,
     checked_factor,
@@ -29,8 +32,6 @@ from horovod.torch._checks import (
     checked_splits,
     chosen_op,
 )
-from horovod.torch._engine import submit, synchronize
-from horovod.torch._operations import ReduceOp, Tensors
 from horovod.torch._process_sets import ProcessSet, engine_of, global_process_set
 from horovod.torch.compression import Compression
 

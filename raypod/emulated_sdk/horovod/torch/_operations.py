@@ -1,4 +1,4 @@
-"""The collective operations as the engine runs them: what the ranks must agree on, and the transfers.
+"""The collective operations as the engine runs them: checked arguments, what the ranks must agree on, transfers.
 
 An allreduce computes every element on one rank, in the order of the ranks, so that all ranks get the same bits.
 float16 and bfloat16 are reduced in float32 and rounded once, integers in int64. As in Horovod, each rank multiplies its
@@ -6,18 +6,23 @@ own tensor by the prescale factor and rounds it to its dtype before the reductio
 the number of ranks for Average, multiplies the rounded result.
 
 The ranks in this module are those of the process set, 0 to its size - 1.
+
+If the ranks do not agree, the first sentence of the error is Horovod's; it is followed by what each rank submitted.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+import math
+import operator
+import warnings
+from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from _pod.reduce import even_slices
 from _pod.wires import Group, as_bytes, wait_all
 
-from horovod.torch._agreement import Description
+from horovod.common.exceptions import HorovodInternalError
 
 Tensors = Sequence[torch.Tensor]
 Factors = Tuple[float, float]  # prescale and postscale factor
@@ -266,3 +271,226 @@ def _exchange(group: Group, given: Tensors, parts: Tensors) -> None:
     tag = group.next_tag()
     transfers = [group.receive(parts[peer], peer, tag) for peer in group.peers]
     wait_all(transfers + [group.send(given[peer], peer, tag) for peer in group.peers])
+
+
+Tensor = List[Any]  # dtype, shape (first dimension None: it may differ), and the name if there is one
+
+
+class Description(NamedTuple):
+    """What a rank sends to the others about an operation. All but `own` must be equal on all ranks."""
+
+    key: str
+    kind: str
+    op: int  # the ReduceOp; -1 if the operation does not reduce
+    factors: List[float]  # prescale and postscale factor
+    root: int  # the rank whose tensor is broadcast; -1 in other operations
+    tensors: List[Tensor]
+    own: List[int]  # this rank's lengths of the first dimensions that may differ, or its splits
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether this rank has no tensor to reduce and submitted zeros, whose length is given as 0."""
+        return self.kind == "ALLREDUCE" and self.own == [0]
+
+    def agrees_with(self, other: Description) -> bool:
+        """Return whether the two ranks submitted the same."""
+        return self[:-1] == other[:-1]
+
+    def text(self, other: Description) -> str:
+        """Return what this rank submitted, as far as `other` differs from it first."""
+        if self[1:5] != other[1:5] or len(self.tensors) != len(other.tensors):
+            root = f" from rank {self.root}" if self.root >= 0 else ""
+            op = f" with op {self.op} and factors {self.factors[0]:g}, {self.factors[1]:g}" if self.op >= 0 else ""
+            return f"{self.kind}{root}{op} of {len(self.tensors)} tensors"
+        index = _first_difference(self.tensors, other.tensors)
+        prefix = f"tensor {index} of {len(self.tensors)}: " if len(self.tensors) > 1 else ""
+        return prefix + _text(self.tensors[index])
+
+
+def settled(descriptions: Dict[int, Description]) -> Dict[int, Description]:
+    """Return the descriptions by rank; if a rank gathers, those without a tensor as allgathers of no rows."""
+    gather = next((each for each in descriptions.values() if each.kind == "ALLGATHER"), None)
+    if gather is None:
+        return descriptions
+    nothing = gather._replace(own=[0] * len(gather.own))
+    return {rank: nothing if each.is_absent else each for rank, each in descriptions.items()}
+
+
+def disagreement(descriptions: Dict[int, Description]) -> Optional[str]:
+    """Return the error if the ranks, by which `descriptions` are given, do not agree; else None."""
+    first_rank, *others = descriptions
+    first = descriptions[first_rank]
+    different = [descriptions[rank] for rank in others if not first.agrees_with(descriptions[rank])]
+    if not different:
+        return None
+    texts = [f"rank {first_rank}: {first.text(different[0])}"]
+    for rank in others:
+        own = descriptions[rank]
+        texts.append(f"rank {rank}: {f'as rank {first_rank}' if own.agrees_with(first) else own.text(first)}")
+    return f"{_sentence(first, different[0])} Operation {first.key!r}: {'; '.join(texts)}"
+
+
+def _sentence(one: Description, other: Description) -> str:
+    """Return Horovod's sentence for the first difference of two descriptions."""
+    kind = one.kind
+    if kind != other.kind:
+        return _differ("operations", "did an {}", kind, other.kind)
+    if len(one.tensors) != len(other.tensors):
+        return _differ("group sizes", "submitted a group of {}", len(one.tensors), len(other.tensors), " tensors")
+    if one.tensors != other.tensors:
+        index = _first_difference(one.tensors, other.tensors)
+        return _tensor_sentence(kind, one.tensors[index], other.tensors[index])
+    if one.factors != other.factors:
+        given = [f"({each.factors[0]:g}, {each.factors[1]:g})" for each in (one, other)]
+        return _differ("prescale and/or postscale factors", "sent factors {}", *given)
+    if one.op != other.op:
+        return _differ("reduction operation", "sent reduction op {}", one.op, other.op)
+    return _differ(f"{kind} root ranks", "specified root rank {}", one.root, other.root)
+
+
+def _tensor_sentence(kind: str, one: Tensor, other: Tensor) -> str:
+    if one[0] != other[0]:
+        return _differ("data types", "had type {}", one[0], other[0])
+    shapes = one[1], other[1]
+    if shapes[0] == shapes[1]:
+        return _differ(f"{kind} tensor names", "sent a tensor named {}", one[2], other[2])
+    what = f"{kind} tensor shapes"
+    if None not in shapes[0]:
+        return _differ(what, "sent a tensor of shape {}", *map(_shape, shapes))
+    if len(shapes[0]) != len(shapes[1]):
+        return _differ(what, "sent a tensor of rank {}", len(shapes[0]), len(shapes[1]))
+    dim = _first_difference(*shapes)
+    return _differ(what, f"sent a tensor with dimension {dim} equal to {{}}", shapes[0][dim], shapes[1][dim])
+
+
+def _differ(what: str, form: str, one: Any, other: Any, unit: str = "") -> str:
+    return f"Mismatched {what}: One rank {form.format(one)}{unit}, but another rank {form.format(other)}{unit}."
+
+
+def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+    return next(index for index, (own, others) in enumerate(zip(one, other)) if own != others)
+
+
+def _shape(lengths: Sequence[Optional[int]]) -> str:
+    return f"[{', '.join('*' if length is None else str(length) for length in lengths)}]"
+
+
+def _text(tensor: Tensor) -> str:
+    dtype, shape, *name = tensor
+    return "".join(f"{each}: " for each in name) + f"{dtype}{_shape(shape)}"
+
+
+def join_error(kind: str, joined: Sequence[int]) -> str:
+    """Return the error of an operation that is not an allreduce while ranks have joined."""
+    advice = " Specify sparse_as_dense=True if using DistributedOptimizer." if kind == "ALLGATHER" else ""
+    ranks = ", ".join(map(str, joined))
+    return f"{kind.capitalize()} is not supported with Join at this time.{advice} Joined: rank {ranks}"
+
+
+REDUCED = frozenset([torch.int32, torch.int64, torch.float16, torch.float32, torch.float64])
+MOVED = REDUCED | {torch.uint8, torch.int8, torch.int16}
+
+
+def check_tensors(tensors: Tensors, dtypes: FrozenSet[torch.dtype], rows_for: str = "") -> None:
+    """Raise ValueError for tensors that Horovod does not take; `rows_for` needs at least one, and no 0-d tensor."""
+    if not tensors and rows_for:
+        raise ValueError(f"{rows_for} needs at least one tensor")
+    for tensor in tensors:
+        if not torch.is_tensor(tensor):
+            raise ValueError(f"Horovod takes tensors, not a {type(tensor).__name__}")
+        if tensor.is_sparse or tensor.dtype not in dtypes:
+            raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+        if not tensor.is_contiguous():
+            raise ValueError("Tensor is required to be contiguous.")
+        if rows_for and not tensor.dim():
+            raise ValueError(f"{rows_for} uses the first dimension; a 0-d tensor has none: use reshape(1)")
+
+
+def checked_integer(value: Any, parameter: str) -> int:
+    """Return the integer; TypeError for another type, of which Horovod's binding does not take the value either."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{parameter} is an integer, got {value!r}") from None
+
+
+def checked_factor(value: Any, parameter: str) -> float:
+    """Return the number; TypeError for another type, also for text, which `float` would read.
+
+    HorovodInternalError for NaN: Horovod finds that the ranks disagree, as it is unequal to itself.
+    """
+    if isinstance(value, (str, bytes, bytearray)):
+        raise TypeError(f"{parameter} is a number, got {value!r}")
+    if math.isnan(value):
+        raise HorovodInternalError(f"{parameter} is NaN")
+    return float(value)
+
+
+def checked_compression(compression: Any) -> Any:
+    """Return the compression; AttributeError if it cannot compress."""
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise AttributeError(f"compression is hvd.Compression.none or hvd.Compression.fp16, got {compression!r}")
+    return compression
+
+
+def check_name(name: Any) -> None:
+    """Raise TypeError unless it is None or text."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name is a string or None, got {name!r}")
+
+
+def reject_adasum(op: int) -> None:
+    """Raise NotImplementedError for Adasum."""
+    if op == ReduceOp.Adasum:
+        raise NotImplementedError("the emulated Horovod has no Adasum; use hvd.Average or hvd.Sum")
+
+
+def chosen_op(op: Optional[int], average: Optional[bool]) -> int:
+    """Return the reduction that `op` or the deprecated `average` selects; ValueError if both are given."""
+    if op is not None and average is not None:
+        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+    if average is None:
+        return ReduceOp.Average if op is None else op
+    warnings.warn(
+        "Parameter `average` has been replaced with `op` and will be removed in v1.0", DeprecationWarning, stacklevel=4
+    )
+    return ReduceOp.Average if average else ReduceOp.Sum
+
+
+def checked_op(op: int) -> ReduceOp:
+    """Return the reduction; HorovodInternalError if it does not exist, TypeError if it is no integer."""
+    reject_adasum(op)
+    number = checked_integer(op, "op")
+    if number not in list(ReduceOp):
+        raise HorovodInternalError(f"Reduction op type not supported: {op!r}")
+    return ReduceOp(number)
+
+
+def checked_root(root_rank: int, ranks: Sequence[int]) -> int:
+    """Return the index of the rank among those of the process set; ValueError if it does not belong to it.
+
+    TypeError if it is no integer.
+    """
+    root_rank = checked_integer(root_rank, "root_rank")
+    if root_rank not in ranks:
+        raise ValueError(f"broadcast received invalid root rank {root_rank} for provided process set {list(ranks)}")
+    return ranks.index(root_rank)
+
+
+def checked_splits(tensor: torch.Tensor, splits: Any, ranks: int) -> List[int]:
+    """Return the number of rows for each of `ranks` ranks; ValueError if they do not fit the tensor."""
+    rows = tensor.shape[0]
+    if splits is None:
+        if rows % ranks:
+            raise ValueError(
+                f"alltoall without splits: the first dimension, {rows}, is not a multiple of {ranks} ranks"
+            )
+        return [rows // ranks] * ranks
+    if torch.is_tensor(splits) and splits.dtype != torch.int32:
+        raise ValueError(f"alltoall expects splits to contain 32-bit integer elements; got {splits.dtype}")
+    counts = [int(count) for count in splits]
+    if len(counts) != ranks:
+        raise ValueError(f"alltoall expects one entry of splits for each of the {ranks} ranks; got {len(counts)}")
+    if min(counts) < 0 or sum(counts) > rows:
+        raise ValueError(f"alltoall: splits {counts} do not fit into the first dimension, {rows}")
+    return counts

@@ -13,11 +13,10 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Un
 from _pod import wires
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.torch._engine import SHUT_DOWN, Engine, Numbering
+from horovod.torch._engine import SHUT_DOWN, Engine, Numbering, Timeline
 from horovod.torch._operations import Barrier
-from horovod.torch._position import GROUP
-from horovod.torch._timeline import Timeline
 
+GROUP = "horovod"  # of all ranks, and the beginning of the names of the others
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 _UNKNOWN = "Process set does not exist or has not been registered."
 _REMOVED = "the process set has been removed"
@@ -53,10 +52,6 @@ class _Table:
     def id_of(self, ranks: List[int]) -> Optional[int]:
         """Return the id of the process set of these ranks, if there is one."""
         return next((number for number, each in self._registered.items() if each.ranks == ranks), None)
-
-    def ranks_by_id(self) -> Dict[int, List[int]]:
-        """Return the ranks of all process sets."""
-        return {number: each.ranks for number, each in self._registered.items()}
 
     def add(self, ranks: List[int]) -> int:
         """Register a process set, with all other ranks, and return its id."""
@@ -257,7 +252,7 @@ def engine_of(process_set: ProcessSet, operation: str) -> Engine:
 
 def ids_and_ranks() -> Dict[int, List[int]]:
     """Return the ranks of all process sets by id; ValueError before `init`."""
-    return _initialized().ranks_by_id()
+    return {number: each.ranks for number, each in _initialized()._registered.items()}
 
 
 def _reset_in_forked_child() -> None:

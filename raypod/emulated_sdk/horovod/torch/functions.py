@@ -13,9 +13,9 @@ from _pod.store_protocol import PROOF_BYTES, content_proof
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch._basics import rank
-from horovod.torch._checks import check_name
 from horovod.torch._collectives import broadcast_all
 from horovod.torch._engine import DUPLICATE, synchronize
+from horovod.torch._operations import check_name
 from horovod.torch._process_sets import ProcessSet, engine_of, global_process_set
 from horovod.torch.mpi_ops import allgather, broadcast_
 

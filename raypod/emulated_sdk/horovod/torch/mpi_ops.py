@@ -10,7 +10,6 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import _basics
 from horovod.torch._basics import *  # noqa: F403  # every name of its __all__
 from horovod.torch._basics import is_homogeneous as is_homogeneous  # not a name of horovod.torch, as in Horovod
-from horovod.torch._checks import checked_integer
 from horovod.torch._collectives import (
     Allgather,
     Allreduce,
@@ -21,7 +20,7 @@ from horovod.torch._collectives import (
     sparse_allreduce_async,
 )
 from horovod.torch._engine import poll, submit, synchronize
-from horovod.torch._operations import Barrier, Join, ReduceOp
+from horovod.torch._operations import Barrier, Join, ReduceOp, checked_integer
 from horovod.torch._process_sets import ProcessSet, engine_of, global_process_set
 
 __all__ = [

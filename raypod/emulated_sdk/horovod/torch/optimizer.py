@@ -13,8 +13,8 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Op
 import torch
 
 from horovod.torch._basics import ProcessSet, global_process_set, size
-from horovod.torch._checks import reject_adasum
 from horovod.torch._collectives import absent_allreduce_async_
+from horovod.torch._operations import reject_adasum
 from horovod.torch.compression import Compression
 from horovod.torch.functions import broadcast_object
 from horovod.torch.mpi_ops import (

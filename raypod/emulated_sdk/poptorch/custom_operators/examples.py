@@ -7,8 +7,8 @@ from typing import Any, List, Tuple
 import torch
 import torch.nn.functional as F
 
-from poptorch import moving_averages
 from poptorch.custom_operators.registry import built_in_emulation
+from poptorch.device_mode import request_average, updated_average
 from poptorch.errors import Error
 
 _NO_INDEX, _NO_CLASS = -1, torch.iinfo(torch.int32).max  # of an output without a detection
@@ -43,8 +43,8 @@ def moving_average(weight: torch.Tensor, average: torch.Tensor, factor: torch.Te
     """
     if not isinstance(average, torch.nn.Parameter):
         raise Error("ExpMovAvg: its second input is the parameter that it updates, not another tensor")
-    moving_averages.request(average, weight, factor)
-    return moving_averages.updated(average, weight, factor).to(average.dtype)
+    request_average(average, weight, factor)
+    return updated_average(average, weight, factor).to(average.dtype)
 
 
 @built_in_emulation("Ctc")

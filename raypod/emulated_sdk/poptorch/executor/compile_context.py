@@ -1,9 +1,12 @@
-"""What is in force while a model compiles: hooks, the progress bar, torch's factory functions, substitutions.
+"""What is in force while a model compiles: hooks, factory functions of torch, substitutions, the SDK's variables.
 
 PopTorch replaces the factory functions in the whole process by functions that create tensors on the IPU, unless
 `device` is given. Here only calls of other threads than the compiling one are affected, which must not expect a tensor
 of the host: they get one without values, and a warning; in strict mode an Error. A package such as PopTorch's for
 PyTorch Geometric registers its substitutions of functions.
+
+The environment variables of the Poplar SDK have their effect here, or one warning names them. Their table is also in
+docs/reference/emulated-sdk.md.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ import functools
 import importlib
 import importlib.util
 import itertools
+import json
+import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Callable, ClassVar, Dict, Iterator, List, Optional, Protocol, Set
+from typing import Any, Callable, ClassVar, Dict, Iterator, List, Mapping, Optional, Protocol, Set
 
 import torch
 from _pod.activation import FOLDER, STRICT, is_strict
@@ -27,6 +32,7 @@ from tqdm import tqdm
 from poptorch import findings
 from poptorch.environment import logger
 from poptorch.errors import Error
+from poptorch.options import Options
 
 _Hook = Callable[..., Any]
 
@@ -106,7 +112,7 @@ _TORCH = f"{Path(torch.__file__).resolve().parent}/"
 _lock = threading.Lock()
 _compiling: Dict[int, str] = {}  # names of the threads that compile
 _originals: Dict[str, Callable[..., Any]] = {}
-_warned: Set[str] = set()
+_warned_places: Set[str] = set()
 
 
 @contextlib.contextmanager
@@ -159,8 +165,8 @@ def _reject(name: str, place: str) -> None:
     message = _message(name, place)
     if is_strict():
         raise Error(message)
-    if place not in _warned:
-        _warned.add(place)
+    if place not in _warned_places:
+        _warned_places.add(place)
         logger.warning("%s Here it has no values (device meta); %s=1 makes it an Error.", message, STRICT)
 
 
@@ -217,3 +223,101 @@ def register_geometric() -> None:
         importlib.import_module("poptorch_geometric.types").registerCustomArgParsers()
     except ImportError as error:  # of a library that poptorch_geometric needs; the program may not use it
         logger.warning("poptorch_geometric is installed, but cannot be imported: %s", error)
+
+
+_ENGINE_OPTIONS = "POPLAR_ENGINE_OPTIONS"
+PREFIXES = ("GCDA_", "IPUOF_", "POPART_", "POPLAR_", "POPLIBS_", "POPTORCH_", "PVTI_", "TF_POPLAR_")
+
+EFFECTS = {
+    "POPTORCH_CACHE_DIR": "stored in the options, as by enableExecutableCaching; nothing is written",
+    "POPTORCH_DEFAULT_OPTIONS": "called as setters of each Options",
+    "POPTORCH_LOG_LEVEL": "the level of the log",
+    "PVTI_OPTIONS": "spans as Trace Event JSON",
+}
+# Without effect, by name or prefix: why.
+NO_EFFECT = {
+    _ENGINE_OPTIONS: "there is no Poplar engine",
+    "POPLAR_TARGET_OPTIONS": "there are no IPUs",
+    "POPLAR_": "there is no Poplar",
+    "POPART_": "there is no PopART",
+    "POPLIBS_": "there are no Poplar libraries",
+    "POPTORCH_EXPORT_PROTO_AS_BINARY": "no graph is written",
+    "POPTORCH_EXPORT_PROTO_FILE": "no graph is written",
+    "POPTORCH_IPU_MODEL": "every model runs on the CPU",
+    "POPTORCH_IPU_MODEL_VERSION": "every model runs on the CPU",
+    "POPTORCH_LOG_DEST": "the log goes to stderr",
+    "POPTORCH_MAX_GRAPH_LEN": "no graph is logged",
+    "POPTORCH_SMALL_IPU_MODEL": "every model runs on the CPU",
+    "POPTORCH_WAIT_FOR_IPU": "there are no IPUs to wait for",
+    "POPTORCH_": "PopTorch 3.4 does not have it",
+    "GCDA_": "there are no IPUs to monitor",
+    "IPUOF_": "there are no IPUs",
+    "PVTI_": "there is no PVTI library",
+    "TF_POPLAR_": "TensorFlow is not emulated",
+}
+# Set by the SDK's own scripts, and by poprun for each instance.
+_OF_THE_SDK = frozenset(("POPLAR_SDK_ENABLED", "POPLAR_DIR", "POPART_DIR", "POPLAR_LIB"))
+_OF_POPRUN = ("IPUOF_VIPU_API_", "IPUOF_LOG_LEVEL", "POPLAR_TARGET_OPTIONS")
+_REPORT = "autoReport."
+
+_warned_variables: Set[str] = set()
+
+
+def warn_of_variables(options: Options) -> None:
+    """Warn in the first process of each variable that is set and has no effect, and of a report that is not written.
+
+    Raises:
+        Error: POPLAR_ENGINE_OPTIONS is not a JSON object.
+    """
+    found = dict(_without_effect(os.environ))
+    report = _report(_all_engine_options(options))
+    if report and _ENGINE_OPTIONS in found:
+        found[_ENGINE_OPTIONS] = report
+    elif report:
+        found["enableProfiling"] = report
+    new = {name: reason for name, reason in found.items() if name not in _warned_variables}
+    _warned_variables.update(new)
+    if new and options.Distributed.processId == 0:
+        logger.warning(
+            "The emulated SDK ignores: %s.", "; ".join(f"{name} ({reason})" for name, reason in sorted(new.items()))
+        )
+
+
+def host_sync_timeout_s(options: Options) -> float:
+    """Return the seconds after which an IPU ends a call: `target.hostSyncTimeout` of the engine options, else 300."""
+    return float(_all_engine_options(options).get("target.hostSyncTimeout", 300))
+
+
+def _all_engine_options(options: Options) -> Dict[str, Any]:
+    return {**(options._Popart.options.get("engineOptions") or {}), **_engine_options(os.environ)}
+
+
+def _without_effect(environment: Mapping[str, str]) -> Dict[str, str]:
+    """Return the variables of the SDK that are set and have no effect, each with the reason."""
+    is_launched = "POPDIST_NUM_TOTAL_REPLICAS" in environment
+    ignored = {name for name in environment if is_launched and name.startswith(_OF_POPRUN)}
+    names = [name for name in environment if name.startswith(PREFIXES) and environment[name]]
+    return {name: _reason(name) for name in names if name not in {*EFFECTS, *_OF_THE_SDK, *ignored}}
+
+
+def _reason(name: str) -> str:
+    prefixes: List[str] = sorted(filter(name.startswith, NO_EFFECT), key=len)
+    return NO_EFFECT[name] if name in NO_EFFECT else NO_EFFECT[prefixes[0]]
+
+
+def _engine_options(environment: Mapping[str, str]) -> Dict[str, Any]:
+    text = environment.get(_ENGINE_OPTIONS, "")
+    try:
+        options = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise Error(f"{_ENGINE_OPTIONS}={text!r} is not JSON ({error})") from None
+    if not isinstance(options, dict):
+        raise Error(f'{_ENGINE_OPTIONS}={text!r} is not a JSON object, as {{"autoReport.all": "true"}} is')
+    return options
+
+
+def _report(engine: Mapping[str, Any]) -> str:
+    """Return which report of PopVision these engine options request; empty if they request none."""
+    requested = [name for name in engine if name.startswith(_REPORT) and str(engine[name]).lower() == "true"]
+    directory = engine.get(f"{_REPORT}directory", ".")
+    return f"no profile.pop for PopVision is written in {directory}" if requested else ""

@@ -9,11 +9,10 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 import torch
 from _pod.activation import CALL_S, LOAD_S
 
-from poptorch import findings, sdk_variables
+from poptorch import findings
 from poptorch._args_parser import ArgsParser
 from poptorch.device.compile.arguments import Arguments, BatchLayout
-from poptorch.device.execute import imitation
-from poptorch.device.execute.program import Program, TrainingProgram
+from poptorch.device.execute.program import Program, TrainingProgram, at_a_lost_peer, hold_interpreter_lock
 from poptorch.device_mode import caller_modes_disabled
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.environment import VERSION, logger
@@ -29,7 +28,7 @@ from poptorch.options import Options
 from poptorch.options.base import is_integer
 from poptorch.options.popart_options import validate
 from poptorch.options.strategies import ShardedExecution
-from poptorch.printing import module_repr
+from poptorch.parallel.blocks import module_repr
 from poptorch.profiling import Channel
 
 _PROFILED = ("copyWeightsToHost", "copyWeightsToDevice", "setOptimizer", "compile", "destroy", "save")
@@ -94,7 +93,7 @@ class PoplarExecutor(ReplicaState):
         )
         if not findings.is_active():
             return self._call(args, kwargs)
-        limit_s = sdk_variables.host_sync_timeout_s(self._options)
+        limit_s = compile_context.host_sync_timeout_s(self._options)
         with findings.during("call", limit_s=limit_s):
             began_s, compiled_before_s = time.perf_counter(), self._compilation_s
             self._call(args, kwargs)
@@ -115,9 +114,9 @@ class PoplarExecutor(ReplicaState):
         else:
             self._upload_trained()
         with caller_modes_disabled(), Substitutions(), self._profiling.tracepoint("modelExecution"):
-            with imitation.at_a_lost_peer():
+            with at_a_lost_peer():
                 result = program.run(tensors)
-            imitation.hold(CALL_S)
+            hold_interpreter_lock(CALL_S)
         host_state.mark_step(self._optimizer)
         return result
 
@@ -164,7 +163,7 @@ class PoplarExecutor(ReplicaState):
         self._uploaded = self._fetch_trained()
         program.upload()
         self._upload_replica_state()
-        imitation.hold(LOAD_S)
+        hold_interpreter_lock(LOAD_S)
 
     def detachFromDevice(self) -> None:
         """Fetch weights and optimizer state, and release the device. Raises Error unless compiled and attached.
@@ -326,7 +325,7 @@ class PoplarExecutor(ReplicaState):
             wrap(self._user_model, self)  # again, after destroy()
         self._upload_trained()
         validate(self._options._Popart.options)
-        sdk_variables.warn_once(self._options)
+        compile_context.warn_of_variables(self._options)
         with caller_modes_disabled(), Substitutions(), compile_context.replaced():
             self._compiled_for = self._describe()
             if self._training and self._optimizer is not None:
@@ -346,7 +345,7 @@ class PoplarExecutor(ReplicaState):
         self._is_attached = self._options.connection_type != ConnectionType.Never
         if self._is_attached:
             self._upload_replica_state()
-            imitation.hold(LOAD_S)
+            hold_interpreter_lock(LOAD_S)
 
     def _fetch_trained(self) -> Tuple[int, ...]:
         """Make other executors that train these tensors fetch them, and return the versions that the host then has."""

@@ -14,13 +14,11 @@ import torch
 from torch.utils._pytree import tree_map
 
 from poptorch.device.compile.memory import original_class
-from poptorch.device.execute.imitation import check_usable
-from poptorch.device.execute.program import Program, TrainingProgram
+from poptorch.device.execute.program import Program, TrainingProgram, check_usable
 from poptorch.enums import CommGroupType, MeanReductionStrategy, VariableRetrievalMode
 from poptorch.errors import Error
 from poptorch.optim import Optimizer
-from poptorch.optimizers.hyperparameters import Hyperparameters, extract
-from poptorch.optimizers.ipu_param import decode, encode
+from poptorch.optimizers.hyperparameters import Hyperparameters, decode, encode, extract
 from poptorch.options import Options
 
 # Attributes whose value does not depend on the weights.

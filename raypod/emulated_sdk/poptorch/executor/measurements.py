@@ -9,8 +9,7 @@ import torch
 
 from poptorch.device.compile.arguments import CompiledInputs
 from poptorch.device.compile.memory_estimate import IpuMemory, Stages, check_memory
-from poptorch.device.execute import imitation
-from poptorch.device.execute.program import MicroBatchTimes, Program, TrainingProgram
+from poptorch.device.execute.program import MicroBatchTimes, Program, TrainingProgram, check_usable
 from poptorch.errors import Error
 from poptorch.options import Options
 from poptorch.parallel.placement import Placement
@@ -44,7 +43,7 @@ class Measurements:
     def _compiled(self) -> Program:
         if self._program is None:
             raise Error("Model has not been compiled or has been destroyed. Call it, or compile(), first")
-        imitation.check_usable()
+        check_usable()
         return self._program
 
     def emulatedMemoryFormat(self) -> str:
@@ -128,7 +127,7 @@ class Measurements:
         return (min(spans), max(spans), sum(spans) / len(spans)) if spans else (0.0, 0.0, 0.0)
 
     def getTensorNames(self) -> List[str]:
-        """Return the names of all tensors that `options.anchorTensor` accepts; see `poptorch.device.compile.anchors`.
+        """Return the names of all tensors that `options.anchorTensor` accepts; see `poptorch.device.compile.arguments`.
 
         Raises AssertionError before the compilation.
         """

@@ -5,7 +5,8 @@ They work in wrapped models and, as ordinary functions of tensors, everywhere el
 
 from __future__ import annotations
 
-from poptorch.custom_operators.custom_op import custom_op
+from poptorch.custom_operators.registry import custom_op
+from poptorch.ops.algorithms import ctc_beam_search_decoder, fps, nearest
 from poptorch.ops.annotations import (
     MultiConv,
     NameScope,
@@ -18,9 +19,7 @@ from poptorch.ops.annotations import (
     set_overlap_for_output,
 )
 from poptorch.ops.control import cond, dynamic_slice, dynamic_update, for_loop
-from poptorch.ops.ctc import ctc_beam_search_decoder
 from poptorch.ops.host import CPU, ipu_print_tensor
-from poptorch.ops.points import fps, nearest
 from poptorch.parallel.blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, removeBlocks
 
 __all__ = [

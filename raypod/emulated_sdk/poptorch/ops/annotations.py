@@ -1,20 +1,21 @@
-"""Ops that annotate a forward for the compiler: its losses, and hints that do not change values.
+"""Ops that annotate a forward for the compiler: its losses, and hints; argument checks of all ops.
 
-The hints concern names, memory, recomputation, overlapped I/O, and convolutions that run in parallel.
+The hints do not change values. They concern names, memory, recomputation, overlapped I/O, and convolutions that run in
+parallel.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from poptorch.device_mode import Overlap, active_mode, compiling_mode
+from poptorch.device_mode import API_DTYPE, Overlap, active_mode, compiling_mode
 from poptorch.enums import MatMulSerializationMode, MultiConvPlanType, OverlapMode
 from poptorch.errors import Error
-from poptorch.ops.arguments import ArgumentError, checked_tensor
 from poptorch.parallel.tracing import active_recorder
 from poptorch.pytree import flatten
 
@@ -280,7 +281,7 @@ class MultiConv:
     def __enter__(self) -> MultiConv:
         if getattr(_active, "counter", None) is not None:
             raise Error("Nested poptorch.MultiConv is not supported")
-        _active.counter = _ConvolutionCounter() if compiling_mode() is not None else _NoCounter()
+        _active.counter = _ConvolutionCounter() if compiling_mode() is not None else contextlib.nullcontext()
         _active.counter.__enter__()
         return self
 
@@ -313,16 +314,6 @@ class MultiConv:
                 )
 
 
-class _NoCounter:
-    """Replaces the counter outside compilation."""
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, *exc_info: Any) -> None:
-        """Do nothing."""
-
-
 class _ConvolutionCounter(TorchFunctionMode):
     """Counts the convolutions that a forward calls."""
 
@@ -337,3 +328,44 @@ class _ConvolutionCounter(TorchFunctionMode):
 
 def _is_share(value: Any) -> bool:
     return isinstance(value, float) and 0.0 <= value <= 1.0
+
+
+class ArgumentError(Error, ValueError):
+    """An op does not accept its arguments.
+
+    Both base classes, as in the SDK either Python or the compiler raises the error (inferred: the SDK's documentation
+    does not state this).
+    """
+
+
+class Signature(Tuple[Tuple[torch.dtype, Tuple[int, ...]], ...]):
+    """Dtypes and shapes of a list of tensors at the API of the device."""
+
+    @classmethod
+    def of(cls, tensors: List[torch.Tensor]) -> Signature:
+        """Return the signature of these tensors."""
+        return cls((API_DTYPE.get(tensor.dtype, tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{str(dtype).replace('torch.', '')} {list(shape)}" for dtype, shape in self) or "no tensors"
+
+
+def checked_tensor(op: str, name: str, value: Any) -> torch.Tensor:
+    """Return `value`; ArgumentError unless it is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(f"poptorch.{op}: `{name}` must be a tensor, not {type(value).__name__}")
+    return value
+
+
+def checked_int(op: str, name: str, value: Any, minimum: int) -> int:
+    """Return `value`; ArgumentError unless it is a Python int of at least `minimum`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ArgumentError(f"poptorch.{op}: `{name}` must be a constant int of at least {minimum}, not {value!r}")
+    return value
+
+
+def checked_callable(op: str, name: str, value: Any) -> Any:
+    """Return `value`; ArgumentError unless it is callable."""
+    if not callable(value):
+        raise ArgumentError(f"poptorch.{op}: `{name}` must be a function, not {type(value).__name__}")
+    return value

@@ -15,7 +15,7 @@ import torch
 
 from poptorch.device_mode import API_DTYPE, compiling_mode
 from poptorch.errors import Error
-from poptorch.ops.arguments import ArgumentError, Signature, checked_callable, checked_int, checked_tensor
+from poptorch.ops.annotations import ArgumentError, Signature, checked_callable, checked_int, checked_tensor
 from poptorch.parallel.tracing import active_recorder
 
 _Body = Callable[..., Any]
@@ -78,7 +78,12 @@ def cond(
         return _outputs("cond", f"{name}_body", body(*_copies(state)))
     then_outputs = _outputs("cond", "then_body", then_body(*_copies(then_state)))
     else_outputs = _outputs("cond", "else_body", else_body(*_copies(else_state)))
-    _check_branches(Signature.of(then_outputs), Signature.of(else_outputs))
+    then_signature, else_signature = Signature.of(then_outputs), Signature.of(else_outputs)
+    if then_signature != else_signature:
+        raise ArgumentError(
+            "poptorch.cond: both branches must return the same number, shapes and dtypes: then_body returned "
+            f"{then_signature}, else_body {else_signature}"
+        )
     return then_outputs if is_true else else_outputs
 
 
@@ -142,14 +147,6 @@ def _condition(condition: Any) -> bool:
             "elementwise condition use torch.where"
         )
     return bool(condition.item())
-
-
-def _check_branches(then_signature: Signature, else_signature: Signature) -> None:
-    if then_signature != else_signature:
-        raise ArgumentError(
-            "poptorch.cond: both branches must return the same number, shapes and dtypes: then_body returned "
-            f"{then_signature}, else_body {else_signature}"
-        )
 
 
 def _listed(op: str, name: str, inputs: Any) -> List[Any]:

@@ -11,7 +11,7 @@ import torch
 
 from poptorch.device_mode import compiling_mode, from_host, is_on_device, off_device, to_device
 from poptorch.errors import Error
-from poptorch.ops.arguments import checked_callable, checked_tensor
+from poptorch.ops.annotations import checked_callable, checked_tensor
 from poptorch.python_state import visible_objects
 from poptorch.pytree import flatten
 

@@ -232,10 +232,6 @@ def apply_file(options: OptionsDict, path: str) -> None:
             ) from error
 
 
-def _enumerations() -> Dict[str, Any]:
-    return {name: value for name, value in vars(enums).items() if isinstance(value, enum.EnumMeta)}
-
-
 def _named_value(value: Any) -> Any:
     """Return the enumeration member or dtype that a string names; any other value unchanged."""
     if not isinstance(value, str):
@@ -243,5 +239,5 @@ def _named_value(value: Any) -> Any:
     if value.startswith("torch.") and isinstance(getattr(torch, value[6:], None), torch.dtype):
         return getattr(torch, value[6:])
     enumeration, _, member = value.rpartition(".")
-    found = _enumerations().get(enumeration.rpartition(".")[2])
-    return found[member] if found is not None and member in found.__members__ else value
+    found = getattr(enums, enumeration.rpartition(".")[2], None)
+    return found[member] if isinstance(found, enum.EnumMeta) and member in found.__members__ else value

@@ -18,6 +18,7 @@ from poptorch.options.base import OptionsDict, check_member, is_integer, names, 
 from poptorch.options.popart_options import _PopartOptions
 
 _Self = TypeVar("_Self", bound="DiagnosticOptions")
+CAST = "cast in the model: model.half(), or tensor.half() and tensor.float() in forward"
 
 
 class _TrainingOptions(OptionsDict):
@@ -83,14 +84,8 @@ class _PrecisionOptions(OptionsDict):
 
     _removed = MappingProxyType(
         {
-            "autocastEnabled": (
-                "3.1",
-                "cast in the model: model.half(), or tensor.half() and tensor.float() in forward",
-            ),
-            "autocastPolicy": (
-                "3.1",
-                "cast in the model: model.half(), or tensor.half() and tensor.float() in forward",
-            ),
+            "autocastEnabled": ("3.1", CAST),
+            "autocastPolicy": ("3.1", CAST),
             "runningVarianceAlwaysFloat": ("2.2", "running statistics have the dtype of the model's buffers"),
         }
     )
@@ -179,9 +174,6 @@ class _DistributedOptions(OptionsDict):
 class TensorLocationSettings(OptionsDict):
     """Where one kind of tensor is stored, and when it is sharded; setters return the object."""
 
-    def __init__(self, **default_values: int) -> None:
-        super().__init__(**default_values)
-
     def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
         """Set the minimum number of elements of a tensor stored off chip; AssertionError if negative."""
         self._set_number(0, minElementsForOffChip=min_elements)
@@ -220,9 +212,6 @@ class TensorLocationSettings(OptionsDict):
 class _TensorLocationOptions(OptionsDict):
     """Storage of activations, weights, optimizer state and gradient accumulators; no effect on results."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def numIOTiles(self, num_tiles: int) -> _TensorLocationOptions:
         """Set the number of I/O tiles: an even number from 32 to 192 (else AssertionError)."""
         is_valid = is_integer(num_tiles) and 32 <= num_tiles <= 192 and num_tiles % 2 == 0
@@ -254,9 +243,6 @@ class _TensorLocationOptions(OptionsDict):
 
 class _JitOptions(OptionsDict):
     """Options that are deprecated in the SDK."""
-
-    def __init__(self) -> None:
-        super().__init__()
 
     def traceModel(self, trace_model: bool) -> _JitOptions:
         """Deprecated; no effect. ValueError for True."""

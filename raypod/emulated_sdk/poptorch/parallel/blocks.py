@@ -1,10 +1,11 @@
-"""Blocks: parts of a forward that a program assigns to IPUs.
+"""Blocks: parts of a forward that a program assigns to IPUs, and modules as text with their blocks.
 
-They only take effect during the compilation of a wrapped model; everywhere else they do nothing.
+Blocks only take effect during the compilation of a wrapped model; everywhere else they do nothing.
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
 from typing import Any, Callable, Optional, Tuple, TypeVar
 
@@ -132,3 +133,21 @@ def _checked(user_id: Any, ipu_id: Any) -> Tuple[Optional[BlockId], Optional[int
     is_id = user_id is None or isinstance(user_id, (str, int))
     assert is_id, f"A block id must be a string or an integer, got {user_id!r}"
     return user_id, None if ipu_id is None else ipu_number(ipu_id)
+
+
+def module_repr(m: torch.nn.Module) -> str:
+    """Return `repr(m)`, with `BeginBlock(...)` before each module that starts a block, and its other pre-hooks."""
+    extra = m.extra_repr().split("\n") if m.extra_repr() else []
+    children = [f"({name}): " + module_repr(child).replace("\n", "\n  ") for name, child in m.named_children()]
+    block = block_of(m)
+    prefix = "" if block is None else f"BeginBlock(user_id={block[0]}, ipu_id={block[1]}) "
+    prefix += "".join(f"{hook!r} " for hook in m._forward_pre_hooks.values())
+    lines = [*extra, *children]
+    is_short = not lines or len(lines) == len(extra) == 1
+    body = "".join(lines) if is_short else "\n  " + "\n  ".join(lines) + "\n"
+    return f"{prefix}{m._get_name()}({body})"  # type: ignore[no-untyped-call]
+
+
+def print(m: Any) -> None:
+    """Print a module with its blocks; anything else as the built-in `print`."""
+    builtins.print(module_repr(m) if isinstance(m, torch.nn.Module) else m)  # noqa: T201

@@ -7,7 +7,7 @@ a part of PopTorch: `executor.emulatedPlacement()` returns it for a compiled mod
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Collection, Mapping, NamedTuple, Optional, Tuple
+from typing import Collection, Mapping, Optional, Tuple
 
 import torch
 
@@ -102,22 +102,18 @@ class Placement:
         )
 
 
-class Sizes(NamedTuple):
-    """Parameters and buffers of a replica by name."""
-
-    parameters: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
+_Tensors = Mapping[str, torch.Tensor]
 
 
-def place(strategy: str, recorder: StageRecorder, sizes: Sizes) -> Placement:
-    """Return the placement of the recorded stages."""
-    stages = tuple(_place_stage(index, use, sizes) for index, use in enumerate(recorder.stages()))
+def place(strategy: str, recorder: StageRecorder, parameters: _Tensors, buffers: _Tensors) -> Placement:
+    """Return the placement of the recorded stages, with the parameters and buffers of a replica."""
+    stages = tuple(_place_stage(index, use, parameters, buffers) for index, use in enumerate(recorder.stages()))
     return Placement(strategy, stages, recorder.unused())
 
 
-def _place_stage(index: int, use: StageUse, sizes: Sizes) -> StagePlacement:
-    parameters = {name: sizes.parameters[name] for name in use.tensors if name in sizes.parameters}
-    buffers = {name: sizes.buffers[name] for name in use.tensors if name in sizes.buffers}
+def _place_stage(index: int, use: StageUse, parameters: _Tensors, buffers: _Tensors) -> StagePlacement:
+    parameters = {name: parameters[name] for name in use.tensors if name in parameters}
+    buffers = {name: buffers[name] for name in use.tensors if name in buffers}
     return StagePlacement(
         index=index,
         ipu=use.ipu,

@@ -1,36 +1,59 @@
-"""Compilation: trace one forward of a model, reject what the device cannot run, and choose the memory format.
+"""Compilation: trace one forward, reject what the device cannot run, choose the memory format; torch.compile.
 
 EMULATED_POD_MEMORY_FORMAT is `auto` (default), `contiguous` or `channels_last`, for convolution weights and
 activations. `auto` depends only on the model and its forward, so all processes choose the same: `channels_last` for a
 model with many weights in 2-D convolutions in float32, unless its forward takes a view that only contiguous activations
 have. On an IPU the compiler chooses every layout.
+
+With EMULATED_POD_COMPILE=1 the forward and backward pass of training programs are compiled by torch.compile. Its fused
+kernels compute other bits than torch's operators, the same ones in every replica. A forward that it cannot compile as a
+whole is an error: replicas must not differ in what they compute.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import inspect
 import os
-from typing import Any, Callable, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, TypeVar
+import shutil
+import stat
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    TypeVar,
+)
 
 import torch
-from _pod.activation import MEMORY_FORMAT
+from _pod.activation import COMPILE, MEMORY_FORMAT, requests_compilation
 from _pod.telemetry import is_inspection
 
-from poptorch.device.compile.anchors import AnchorRecorder
-from poptorch.device.compile.arguments import Arguments
+from poptorch.device.compile.arguments import AnchorRecorder, Arguments
 from poptorch.device.compile.memory import ReplicaMemory
 from poptorch.device.compile.operator_check import NeedsGradients, OperatorCheck, needs_gradients
-from poptorch.device.kernels.half import HalfMode
-from poptorch.device.kernels.numerics import DrawKernelDetector, detect_random
-from poptorch.device_mode import API_DTYPE, DeviceMode, to_device
+from poptorch.device.kernels.numerics import DrawKernelDetector, HalfMode, detect_random
+from poptorch.device_mode import API_DTYPE, DeviceMode, OnDevice, to_device
 from poptorch.enums import OverlapMode
 from poptorch.errors import Error
 from poptorch.ops.annotations import check_transfers
 from poptorch.options.strategies import _IExecutionStrategy
-from poptorch.parallel.activations import ActivationRecorder, StageActivations
 from poptorch.parallel.blocks import block_of
-from poptorch.parallel.placement import Placement, Sizes, place
-from poptorch.parallel.tracing import StageRecorder
+from poptorch.parallel.placement import Placement, place
+from poptorch.parallel.tracing import ActivationRecorder, StageActivations, StageRecorder
 from poptorch.python_state import Changes, TracedState
 from poptorch.pytree import TreeSpec, flatten
 
@@ -150,7 +173,7 @@ def trace(
         has_half=half.has_half or any(parameter.dtype == torch.half for parameter in scratch.parameters.values()),
         loss_output=loss_output,
         trained=trained,
-        placement=place(settings.strategy.name, recorder, _sizes(scratch)),
+        placement=place(settings.strategy.name, recorder, scratch.parameters, scratch.buffers),
         overlapped=overlapped,
         tensor_names=anchor_recorder.names,
         activations=activations.stages(len(recorder.stages())),
@@ -175,10 +198,6 @@ def _weights(memory: ReplicaMemory) -> List[torch.Tensor]:
 def _overlapped(mode: DeviceMode) -> FrozenSet[str]:
     requested = [overlap for overlap in mode.overlaps if overlap.mode != OverlapMode.NoOverlap]
     return frozenset("inputs" if overlap.is_input else "outputs" for overlap in requested)
-
-
-def _sizes(memory: ReplicaMemory) -> Sizes:
-    return Sizes(memory.parameters, memory.buffers)
 
 
 class _Fingerprint(NamedTuple):
@@ -399,3 +418,130 @@ def choose_memory_format(
 def _is_view_error(error: RuntimeError) -> bool:
     """Return whether torch raised this error for a view that the strides of channels_last do not allow."""
     return "view size is not compatible with input tensor's size and stride" in str(error)
+
+
+_INDUCTOR_CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
+_DISTUTILS = "SETUPTOOLS_USE_DISTUTILS"
+_FIRST_VERSION = (2, 1)
+
+
+def is_torch_compile_requested() -> bool:
+    """Return whether training programs are compiled. Raises Error if EMULATED_POD_COMPILE is neither 0 nor 1."""
+    try:
+        return requests_compilation()
+    except ValueError as error:
+        raise Error(str(error)) from None
+
+
+def checked_loss_output(traced: Trace, anchored: Sequence[str]) -> int:
+    """Return the index of the output that is the final loss.
+
+    Raises:
+        Error: this host, or a program with this trace and these anchored tensors, cannot compile.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _FIRST_VERSION:
+        raise Error(f"{COMPILE}=1 needs torch 2.1 or later, and this is {torch.__version__}")
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(compiler) is None:
+        raise Error(f"{COMPILE}=1 needs a C++ compiler, and there is no {compiler}: install it, or set CXX")
+    obstacles = {
+        "marks a loss that it does not return, or has dtypes or tensors of the host": not traced.is_plain,
+        "draws random numbers": traced.draws or traced.backward_draws,
+        "computes in half": traced.has_half,
+        "changes its inputs": traced.changed_inputs,
+        "has anchored tensors": anchored,
+    }
+    for words, is_found in obstacles.items():
+        if is_found:
+            raise Error(f"{COMPILE}=1: forward {words}, which the compiled program cannot do. Unset the variable")
+    assert traced.loss_output is not None, "the forward is plain"
+    return traced.loss_output
+
+
+class CompiledForward:
+    """The forward of a program as one compiled function of the tensors of a replica, and of its inputs.
+
+    Args:
+        scratch: a replica that the tracing and the first forward and backward pass may change.
+        arguments: the compiled arguments.
+        inputs: those of a micro-batch.
+        loss_output: the index of the output that is the final loss.
+    """
+
+    def __init__(
+        self, scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.Tensor], loss_output: int
+    ) -> None:
+        _use_own_inductor_cache()
+        with _distutils_of_python():
+            self._compile(scratch, arguments, inputs, loss_output)
+
+    def _compile(
+        self, scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.Tensor], loss_output: int
+    ) -> None:
+        from torch import _inductor  # only here: a second of imports
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        _inductor.config.compile_threads = 1  # no processes besides the program's
+        self._names = list(_tensors_of(scratch))
+
+        def forward(*tensors: torch.Tensor) -> List[torch.Tensor]:
+            args, kwargs = arguments.unflatten(list(tensors[len(self._names) :]))
+            state = dict(zip(self._names, tensors))
+            with OnDevice():
+                return flatten(torch.func.functional_call(scratch.module, state, args, kwargs))[0]
+
+        tensors = [*_tensors_of(scratch).values(), *map(to_device, inputs)]
+        try:
+            graph = make_fx(forward, pre_dispatch=True)(*tensors)
+            self._run: Callable[..., Sequence[torch.Tensor]] = _inductor.compile(graph, list(tensors))
+            loss = self._run(*tensors)[loss_output]
+            if loss.requires_grad:  # torch compiles the backward pass when it first runs
+                torch.autograd.backward(loss)
+        except RuntimeError as error:
+            reason = next(line for line in (*str(error).splitlines(), type(error).__name__) if line.strip())
+            raise Error(f"{COMPILE}=1: torch cannot compile forward: {reason.strip()}") from error
+
+    def of(self, memory: ReplicaMemory) -> Callable[[Sequence[torch.Tensor]], List[torch.Tensor]]:
+        """Return the function of the inputs of a replica, which returns its flat outputs."""
+        state = _tensors_of(memory)
+        tensors = [state[name] for name in self._names]
+        return lambda inputs: list(self._run(*tensors, *inputs))
+
+
+def _tensors_of(memory: ReplicaMemory) -> Dict[str, torch.Tensor]:
+    return {**memory.parameters, **memory.buffers, **memory.constants}
+
+
+@contextlib.contextmanager
+def _distutils_of_python() -> Iterator[None]:
+    """Let setuptools, which torch imports, not replace distutils: it fails if the program has imported that before.
+
+    The warnings of both in Python 3.10 and 3.11 do not concern the program.
+    """
+    is_set = sys.version_info >= (3, 12) or _DISTUTILS in os.environ
+    if not is_set:
+        os.environ[_DISTUTILS] = "stdlib"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*distutils", DeprecationWarning)
+            warnings.filterwarnings("ignore", "(?s).*distutils", UserWarning)
+            yield
+    finally:
+        if not is_set:
+            del os.environ[_DISTUTILS]
+
+
+def _use_own_inductor_cache() -> None:
+    """Set torch's folder of compiled code, which is executed, to one that only this user can write to."""
+    if not os.environ.get(_INDUCTOR_CACHE_DIR):
+        try:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+            folder = cache / "raypod" / "inductor"
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.stat()
+            if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+                raise Error(f"{folder} is writable by other users, or is another user's: remove it")
+        except (OSError, RuntimeError):  # no home, or one that cannot be written
+            folder = Path(tempfile.mkdtemp(prefix="inductor-"))
+            atexit.register(shutil.rmtree, str(folder), ignore_errors=True)
+        os.environ[_INDUCTOR_CACHE_DIR] = str(folder)

@@ -16,8 +16,8 @@ from poptorch.environment import logger
 from poptorch.findings import reject
 from poptorch.optimizers.hyperparameters import Hyperparameters
 from poptorch.options import Options, PipelinedExecution, ShardedExecution
-from poptorch.parallel.activations import StageActivations
 from poptorch.parallel.placement import Placement, StagePlacement
+from poptorch.parallel.tracing import StageActivations
 
 MEMORY_BYTES = 918_000_000  # of a Mk2 IPU: 1472 tiles with 624 kB each, in decimal units
 CODE_SHARE = 0.2  # of the memory, for code, exchange and buffers of streams: calibrated, see the documentation

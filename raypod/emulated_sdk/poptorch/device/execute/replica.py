@@ -16,13 +16,10 @@ from _pod import telemetry
 from _pod.activation import REPLICA_CPUS, REPLICAS_AT_A_TIME
 from torch.overrides import _get_current_function_mode_stack
 
-from poptorch.device.compile.anchors import AnchorRecorder
-from poptorch.device.compile.arguments import Arguments
-from poptorch.device.compile.compilation import Trace
-from poptorch.device.compile.inductor import CompiledForward
+from poptorch.device.compile.arguments import AnchorRecorder, Arguments
+from poptorch.device.compile.compilation import CompiledForward, Trace
 from poptorch.device.compile.memory import ReplicaMemory
-from poptorch.device.kernels.half import HalfMode
-from poptorch.device.kernels.numerics import device_random, mixed_seed
+from poptorch.device.kernels.numerics import HalfMode, device_random, mixed_seed
 from poptorch.device_mode import DeviceMode, OnDevice, to_device
 from poptorch.errors import Error
 from poptorch.python_state import ReplicaObjects

@@ -17,13 +17,12 @@ import torch
 from _pod import telemetry
 from _pod.gradient_sum import GradientSum, Placement
 
-from poptorch import moving_averages
 from poptorch.device.compile.memory import DeviceMemory, stacked
-from poptorch.device.execute.outputs import Scales
+from poptorch.device.execute.calls import ReplicaBuffers, Scales
 from poptorch.device.execute.replica import ReplicaThreads
-from poptorch.device.execute.transaction import ReplicaBuffers
 from poptorch.device.kernels import Accumulating
 from poptorch.device.kernels.numerics import HalfAccumulator, HalfWeights, LossScaleUpdates
+from poptorch.device_mode import apply_averages, discard_averages
 from poptorch.enums import MeanReductionStrategy, ReductionType
 from poptorch.errors import Error
 from poptorch.optimizers.device_optimizer import DeviceOptimizer
@@ -138,10 +137,10 @@ class WeightUpdate(NoUpdate):
         if self._sum is None:
             counts = self._complete()
             if is_last:
-                self._buffers.exchange(self._buffers.changed(0, is_last).tolist(), _gather_single_process)
+                self._buffers.exchange(self._buffers.changed(0, is_last).tolist(), lambda row: row.unsqueeze(0))
         else:
             counts = self._reduce(self._sum, is_last)
-        moving_averages.apply(self._memory.replicas[0].parameters, self._memory.updated)
+        apply_averages(self._memory.replicas[0].parameters, self._memory.updated)
         if self.optimizer.hyperparameters.max_grad_norm == float("inf") and not self.measures_gradients:
             threads.each(self._scale_and_step)
         else:
@@ -170,7 +169,7 @@ class WeightUpdate(NoUpdate):
         for accumulator in self._accumulators:
             accumulator.reset()
         for memory in self._memory.replicas:
-            moving_averages.discard(memory.parameters.values())
+            discard_averages(memory.parameters.values())
             for parameter in (*memory.parameters.values(), *memory.updated.values()):
                 parameter.grad = None
         for name in self._memory.groups:
@@ -246,10 +245,6 @@ def _norm(gradients: List[Optional[torch.Tensor]]) -> float:
         return math.sqrt(math.fsum(float(np.add.reduce(np.square(values))) for values in flat))
     except (OverflowError, ValueError):
         return math.nan
-
-
-def _gather_single_process(row: torch.Tensor) -> torch.Tensor:
-    return row.unsqueeze(0)
 
 
 def _with_flags(gradients: List[Optional[torch.Tensor]], counts: List[float]) -> List[Optional[torch.Tensor]]:
