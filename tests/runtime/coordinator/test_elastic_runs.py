@@ -269,8 +269,7 @@ def test_an_instance_that_another_host_takes_changes_no_size(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("action", "resets"),
-    [("IPU_RESET", ["IPU_RESET on b"]), ("PARTITION_RESET", ["PARTITION_RESET on a"])],
+    ("action", "resets"), [("IPU_RESET", ["IPU_RESET on b"]), ("PARTITION_RESET", ["PARTITION_RESET on a"])]
 )
 def test_devices_that_have_failed_are_reset_on_the_hosts_that_are_left(
     action: str, resets: List[str], tmp_path: Path

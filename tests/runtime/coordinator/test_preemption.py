@@ -72,12 +72,7 @@ def last_event() -> Dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("place", "number"),
-    [
-        ("call", signal.SIGTERM),
-        ("call", signal.SIGUSR1),
-        ("data", signal.SIGTERM),
-        ("evaluation", signal.SIGTERM),
-    ],
+    [("call", signal.SIGTERM), ("call", signal.SIGUSR1), ("data", signal.SIGTERM), ("evaluation", signal.SIGTERM)],
 )
 def test_the_same_command_continues_a_preempted_run(
     folder: Path, place: str, number: int, capsys: pytest.CaptureFixture[str]

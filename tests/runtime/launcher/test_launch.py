@@ -202,9 +202,7 @@ def test_strict_mode_rejects_what_an_ipu_rejects(launch: Launch, monkeypatch: py
 
 
 def test_a_shell_command_runs_in_the_callers_folder_and_environment(
-    launch: Launch,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MINE", "kept")
     script = "echo $PWD $MINE $GIVEN $ONE $OMP_NUM_THREADS"
@@ -242,9 +240,7 @@ def test_hosts_of_a_file(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_programs_run_with_the_interpreter_of_the_launch_and_of_the_cluster_file(
-    launch: Launch,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # the environment is not activated
     own, other = str(Path(sys.executable).parent), str(tmp_path / "bin")
@@ -302,11 +298,7 @@ THROW = "import ctypes; ctypes.CDLL('libstdc++.so.6')['_ZSt21__throw_runtime_err
     ],
 )
 def test_a_failed_program_ends_the_others_and_sets_the_exit_code(
-    launch: Launch,
-    tmp_path: Path,
-    words: Tuple[str, ...],
-    code: int,
-    cause: str,
+    launch: Launch, tmp_path: Path, words: Tuple[str, ...], code: int, cause: str
 ) -> None:
     (tmp_path / "train.py").write_text("print('here')")
     found = launch(*TWO, *words)

@@ -107,9 +107,7 @@ def test_every_instance_reads_its_whole_state_for_a_checkpoint(index: int) -> No
     assert called == ["weights", "state", "random numbers", *(["begin"] if index == 0 else [])]
 
 
-def test_every_instance_gets_its_own_state_once_its_model_is_compiled(
-    make: Callable[..., Plan],
-) -> None:
+def test_every_instance_gets_its_own_state_once_its_model_is_compiled(make: Callable[..., Plan]) -> None:
     plan = make(pod={"num_instances": 2})
     own: List[Any] = []
     first, second = (RandomStates(plan, index, lambda state: own.append(state) or own) for index in (0, 1))

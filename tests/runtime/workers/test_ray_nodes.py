@@ -249,11 +249,7 @@ def test_the_nodes_of_a_cluster_are_waited_for(
     ],
 )
 def test_mistakes_are_one_line(
-    words: List[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: List[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))

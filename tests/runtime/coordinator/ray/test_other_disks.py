@@ -86,9 +86,6 @@ def test_checkpoints_are_sent_to_the_disk_of_the_coordinator_and_loaded_from_it(
     assert [Path(repair.seeded_from) for repair in outcome.repairs] == [checkpoints / "update-00000040"]
     shutil.rmtree(str(run_dir))
     whole = plan_for(
-        tmp_path,
-        run={"fleet": "inline"},
-        pod={"num_instances": 1},
-        training={"updates": 60, "lr_schedule": "constant"},
+        tmp_path, run={"fleet": "inline"}, pod={"num_instances": 1}, training={"updates": 60, "lr_schedule": "constant"}
     )
     assert run(whole).sha256 == outcome.sha256
