@@ -26,11 +26,32 @@ from raypod.system.sdk import without_horovod
 from tests.support import ROOT
 from tests.support.bounded import COMMAND_S, wait_until
 from tests.support.fake_vipu import FakeVipu
-from tests.support.launches import EIGHT_IN_FOUR, FOUR, FOUR_IN_TWO, TWO, Launch, program, python
+from tests.support.launches import (
+    EIGHT_IN_FOUR,
+    FOUR,
+    FOUR_IN_TWO,
+    TWO,
+    Launch,
+    launcher,
+    program,
+    python,
+    use_inline_ray,
+)
 from tests.support.ray_cluster import SECOND_HOST
 
 HEAD = "127.0.0.1"
 FIRST_OF_PATH = ("sh", "-c", "echo ${PATH%%:*}")
+
+
+@pytest.fixture
+def launch(
+    processes: None, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Launch:
+    """Run the command in this process on hosts of an InlineRay, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    use_inline_ray(monkeypatch)
+    return launcher(capfdbinary)
 
 
 @pytest.mark.parametrize(

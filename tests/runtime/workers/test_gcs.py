@@ -1,4 +1,4 @@
-"""The gRPC client, against servers that are not a GCS."""
+"""The gRPC client, against servers that are not a GCS, and the reaper of a local session's processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Dict, Iterator, List
 
+import psutil
 import pytest
 
 from raypod.pod import active_runs, stop_cluster
-from raypod.runtime.workers import gcs
+from raypod.runtime.workers import gcs, ray_reaper
 from tests.support.bounded import wait_until
 
 
@@ -153,3 +154,41 @@ def test_files_that_are_sent_to_hosts_need_only_python(
     command = [sys.executable, "-I", "-S", "-", *arguments]
     done = subprocess.run(command, input=Path(file).read_text(), capture_output=True, text=True, timeout=60, check=True)
     assert expected.items() <= json.loads(done.stdout).items()
+
+
+@pytest.fixture
+def leader(processes: None) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that leads a session with one child, and prints a line when both run."""
+    script = "sleep 300 & echo; wait"
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        ray_reaper.kill({process.pid: ray_reaper.process_of(process.pid)})
+
+
+def test_the_processes_of_a_session_also_without_their_leader(leader: subprocess.Popen[bytes]) -> None:
+    (child,) = psutil.Process(leader.pid).children()
+    leaders = {leader.pid: ray_reaper.process_of(leader.pid)}
+    assert sorted(ray_reaper.members(leaders)) == sorted([leader.pid, child.pid])
+    leader.kill()
+    assert wait_until(lambda: ray_reaper.members(leaders) == [child.pid])  # the leader is a zombie
+    leader.wait()
+    assert ray_reaper.members(leaders) == [child.pid]
+    ray_reaper.kill(leaders)
+    assert ray_reaper.members(leaders) == []
+
+
+def test_a_reused_pid_is_another_session(leader: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ray_reaper.process_of(leader.pid)
+    assert before is not None
+    monkeypatch.setattr(before, "is_running", lambda: False)  # the pid exists, and is another process
+    assert ray_reaper.members({leader.pid: before}) == []
+
+
+def test_a_leader_that_ended_before_it_was_told(leader: subprocess.Popen[bytes]) -> None:
+    ended = subprocess.Popen(["true"], start_new_session=True)
+    ended.wait()
+    assert ray_reaper.process_of(ended.pid) is None
+    assert ray_reaper.members({ended.pid: None}) == []
+    assert ray_reaper.members({leader.pid: None}) == []  # its pid belongs to another process by now

@@ -1,4 +1,4 @@
-"""How `raypod train` in a Ray session of its own ends: signals while Ray starts and later, and the loss of the head."""
+"""How `raypod train` in a Ray session of its own ends, and the admission to a cluster with a token."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Callable, Iterator, List
 
 import psutil
 import pytest
 
+from raypod.errors import ClusterError
+from raypod.pod import stop_cluster
 from raypod.runs import run_state
-from raypod.runtime.workers import ray_reaper
+from raypod.runtime.workers import gcs, ray_admission, ray_reaper
 from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.resume import newest_valid
 from tests.support.bounded import COMMAND_S, GONE_WITHIN_S, ended_processes, wait_until
@@ -112,3 +115,56 @@ def test_the_loss_of_the_head_ends_a_run_with_one_line(
     newest, damaged = newest_valid(storage.checkpoints_folder(folder))
     assert newest is not None
     assert damaged == []
+
+
+TOKEN = "ab" * 32
+NAME = f"test-cluster-access-{os.getpid()}"  # unique, because all processes with this mark are ended
+HAS_TOKENS = ray_admission.has_tokens(ray_admission.ray_version())
+
+
+@pytest.fixture
+def token_head(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a head that requires a token, if this Ray supports it. This user has none."""
+    # A folder with a short name: the paths of Ray's sockets in it are limited to 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="r") as folder:
+        token = Path(folder, "token")
+        token.write_text(TOKEN)
+        environment = {**os.environ, stop_cluster.MARK: NAME, "RAY_AUTH_MODE": "token", "RAY_TMPDIR": folder}
+        environment.update(RAY_AUTH_TOKEN_PATH=str(token), RAY_enable_autoscaler_v2="0")
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0", "--num-cpus=1"]
+        command += ["--node-ip-address=127.0.0.1", "--include-dashboard=false", "--object-store-memory=80000000"]
+        command += ["--disable-usage-stats", "--dashboard-agent-listen-port=0"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+        try:
+            assert done.returncode == 0, done.stdout + done.stderr
+            monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+            monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", f"{folder}/none")
+            yield Path(folder, "ray", "ray_current_cluster").read_text().strip()
+        finally:
+            assert stop_cluster.stop(NAME)["left"] == 0
+        assert not stop_cluster.members(NAME)
+
+
+def test_a_cluster_admits_hosts_with_its_token_and_version(token_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if HAS_TOKENS:  # since Ray 2.52
+        assert gcs.check(token_head).state == gcs.REFUSED
+        with pytest.raises(
+            ClusterError, match=f"{token_head} requires a token, and this host has none: .*/none does not"
+        ):
+            ray_admission.join_environment(token_head)
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "cd" * 32)
+        with pytest.raises(ClusterError, match=f"{token_head} rejects the token of RAY_AUTH_TOKEN"):
+            ray_admission.join_environment(token_head)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    assert ray_admission.join_environment(token_head) == {"RAY_AUTH_MODE": "token" if HAS_TOKENS else "disabled"}
+    answer, own = gcs.check(token_head, TOKEN), token_head.rpartition(":")[0]
+    assert (answer.state, answer.detail) == (gcs.ANSWERED, ray_admission.ray_version() if HAS_TOKENS else answer.detail)
+    assert gcs.alive_addresses(token_head, TOKEN) == [own]
+    assert gcs.wait_for_hosts(token_head, 0, [own, "10.9.9.9"]) == {"missing": ["10.9.9.9"], "error": ""}
+    with monkeypatch.context() as patched:
+        patched.setattr(ray_admission, "ray_version", lambda: "1.0.0")
+        with pytest.raises(ClusterError, match=r"runs Ray 2\..*, and this host has 1\.0\.0; both must be equal"):
+            ray_admission.join_environment(token_head)
+    monkeypatch.setattr(gcs, "alive_addresses", lambda *_: ["10.9.9.9"])
+    with pytest.raises(ClusterError, match=r"is not a host of the Ray cluster at .*; run this on one of 10\.9\.9\.9"):
+        ray_admission.join_environment(token_head)
