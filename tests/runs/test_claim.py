@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -28,6 +29,7 @@ from raypod.runs.lease import Lease
 from raypod.system import files
 from tests.support.bounded import COMMAND_S, wait_until
 
+Capture = pytest.CaptureFixture[str]
 QUICK = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--lr-schedule", "constant"]
 
 
@@ -43,7 +45,7 @@ def tree(folder: Path) -> Dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
-def test_runs_that_start_in_the_same_second_get_different_folders(
+def test_runs_that_start_at_the_same_time_get_different_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -108,43 +110,30 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("flags", MISTAKES, ids=lambda flags: flags[-1])
 @pytest.mark.parametrize("more", [[], ["--run-dir", "a/b"]], ids=["default", "named"])
-def test_a_mistake_leaves_nothing_behind(
-    flags: List[str], more: List[str], here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_leaves_nothing(flags: List[str], more: List[str], here: Path, capsys: Capture) -> None:
     assert train.main([*QUICK, *flags, *more]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert not tree(here)
 
 
-def test_an_unknown_value_of_a_variable_of_the_sdk_leaves_nothing_behind(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("EMULATED_POD_COMPILE", "yes")
-    test_a_mistake_leaves_nothing_behind([], [], here, capsys)
-
-
-def test_a_mistake_of_the_first_call_leaves_nothing_on_a_storage(here: Path) -> None:
-    (here.parent / "storage").mkdir()
+def test_mistakes_found_later_leave_nothing(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    (here.parent / "storage").mkdir()  # of a first call
     flags = ["--popart", "noSuchOption=true", "--num-instances", "1", "--storage-path", f"file://{here.parent}/storage"]
     assert train.main([*QUICK, *flags]) == 2
-    assert not tree(here)
     assert not tree(here.parent / "storage")
-
-
-@pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize("flags", [MISTAKES[1], MISTAKES[-1]], ids=lambda flags: flags[-1])
-def test_a_mistake_of_a_detached_run_leaves_nothing_behind(
-    flags: List[str], here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    test_a_mistake_leaves_nothing_behind(flags, ["--detach"], here, capsys)
-
-
-def test_a_cluster_that_is_not_running_leaves_nothing_behind(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster, head = here.parent / "cluster.yaml", "{type: local, head_ip: 127.0.0.5}"
     cluster.write_text(f"provider: {head}\nhead_start_ray_commands: [ray start --head --port=9]\n")
     assert train.main(["--device", "emulated", "--cluster", str(cluster)]) == 2
     assert "no Ray cluster is running" in capsys.readouterr().err
     assert not tree(here)
+    monkeypatch.setenv("EMULATED_POD_COMPILE", "yes")  # an unknown value
+    test_a_mistake_leaves_nothing([], [], here, capsys)
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("flags", [MISTAKES[1], MISTAKES[-1]], ids=lambda flags: flags[-1])
+def test_a_detached_mistake_leaves_nothing(flags: List[str], here: Path, capsys: Capture) -> None:
+    test_a_mistake_leaves_nothing(flags, ["--detach"], here, capsys)
 
 
 def test_a_mistake_leaves_an_existing_run_as_it_was(here: Path) -> None:
@@ -168,7 +157,7 @@ def test_a_mistake_leaves_an_existing_run_as_it_was(here: Path) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
 @pytest.mark.parametrize("at", ["mkdir", "plan.json", "config.yaml"])
-def test_an_interruption_before_the_files_of_a_run_are_written_leaves_nothing_behind(
+def test_an_early_interruption_leaves_nothing(
     error: BaseException, at: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, flags = files.replace_file, [*QUICK, "--run-dir", "run", "--updates", "1"]
@@ -181,33 +170,37 @@ def test_an_interruption_before_the_files_of_a_run_are_written_leaves_nothing_be
                 patched.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(error))
             real(path, data)
 
-    with monkeypatch.context() as patched:
+    is_exit = isinstance(error, SystemExit)
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) if is_exit else contextlib.nullcontext():
         patched.setattr(run_folder, "replace_file", interrupted)
-        if isinstance(error, SystemExit):
-            with pytest.raises(SystemExit):
-                train.main(flags)
-        else:
-            assert train.main(flags) == 130
+        assert train.main(flags) == 130
     assert not tree(here)
     assert train.main([*flags, "--learning-rate", "0.01"]) == 0
 
 
-def test_a_run_that_was_killed_before_its_first_file_does_not_refuse_the_corrected_command(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (here / "run" / "logs").mkdir(parents=True)
-    for name in ("logs/coordinator.log", "logs/coordinator.times", "plan.json.partial"):
-        (here / "run" / name).touch()
-    assert train.main([*QUICK, "--run-dir", "run", "--updates", "1"]) == 0
+def test_a_folder_with_other_files_is_not_used_but_what_a_killed_run_left_is(here: Path, capsys: Capture) -> None:
     (here / "own" / "logs").mkdir(parents=True)
     (here / "own" / "logs" / "own.log").touch()
-    assert train.main([*QUICK, "--run-dir", "own", "--updates", "1"]) == 2
-    assert "own is not empty and no run folder (it contains logs)" in capsys.readouterr().err
+    (here / "mine").mkdir()
+    (here / "mine" / "thesis.tex").write_text("precious")
+    before = tree(here)
+    for name, words in (
+        ("own", "own is not empty and no run folder (it contains logs)"),
+        ("mine", "mine is not empty and no run folder (it contains thesis.tex)"),
+        ("mine/thesis.tex", "thesis.tex is not a folder"),
+    ):
+        assert train.main([*QUICK, "--run-dir", name, "--updates", "1"]) == 2
+        assert words in capsys.readouterr().err
+    assert tree(here) == before
+    (here / "run" / "logs").mkdir(parents=True)
+    for name in ("logs/coordinator.log", "logs/coordinator.times", "plan.json.partial"):  # killed before its first file
+        (here / "run" / name).touch()
+    (here / "empty").mkdir()
+    for name in ("run", "empty"):
+        assert train.main([*QUICK, "--run-dir", name, "--updates", "1"]) == 0
 
 
-def test_a_mistake_of_a_run_that_resumes_into_another_folder_leaves_nothing_behind(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_of_a_resume_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     def no_pod(*arguments: object) -> None:
         assert Path("new/evaluations.jsonl").is_file()
         raise ClusterError("no Ray cluster is running")
@@ -219,20 +212,6 @@ def test_a_mistake_of_a_run_that_resumes_into_another_folder_leaves_nothing_behi
         assert train.main(flags) == 2
     assert not Path("new").exists()
     assert train.main(flags) == 0
-
-
-def test_a_folder_with_other_files_is_not_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "own").mkdir()
-    (here / "own" / "thesis.tex").write_text("precious")
-    before = tree(here)
-    for name in ("own", "own/thesis.tex"):
-        assert train.main([*QUICK, "--run-dir", name]) == 2
-    err = capsys.readouterr().err
-    assert "own is not empty and no run folder (it contains thesis.tex)" in err
-    assert "thesis.tex is not a folder" in err
-    assert tree(here) == before
-    (here / "empty").mkdir()
-    assert train.main([*QUICK, "--run-dir", "empty", "--updates", "1"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -249,9 +228,7 @@ def test_a_folder_with_other_files_is_not_used(here: Path, capsys: pytest.Captur
         (["--model", "numpy:get_include"], "is called with (channels, classes)"),
     ],
 )
-def test_a_dry_run_finds_the_mistakes_of_a_start(
-    flags: List[str], words: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_finds_the_mistakes(flags: List[str], words: str, here: Path, capsys: Capture) -> None:
     if "run" in flags:
         assert train.main([*QUICK, "--run-dir", "run", "--updates", "2"]) == 0
     before = tree(here)
@@ -266,9 +243,7 @@ def test_a_dry_run_finds_the_mistakes_of_a_start(
     assert tree(here) == before
 
 
-def test_a_run_of_an_older_version_that_has_started_elsewhere_needs_take_over(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_an_older_version_elsewhere_needs_take_over(here: Path, capsys: Capture) -> None:
     assert train.main([*QUICK, "--run-dir", "run", "--updates", "2"]) == 0
     resume, before = ["--resume", "run", "--updates", "4"], tree(here)
     capsys.readouterr()
@@ -298,9 +273,7 @@ def far_run(here: Path, processes: None) -> Iterator[subprocess.Popen[str]]:
         command.communicate(timeout=60)
 
 
-def test_a_run_on_another_host_is_refused_and_can_be_taken_over(
-    far_run: subprocess.Popen[str], here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_on_another_host_is_taken_over(far_run: subprocess.Popen[str], here: Path, capsys: Capture) -> None:
     assert train.main(["--resume", "run", "--updates", "400"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"is in use by pid {far_run.pid} on host far (since " in line
@@ -385,18 +358,13 @@ def test_one_of_many_processes_acquires_a_folder(tmp_path: Path) -> None:
     assert not entries(tmp_path)
 
 
-def test_the_lease_of_a_dead_process_on_this_host_ends_at_once(
-    processes: None, tmp_path: Path, acquire: Acquire
-) -> None:
-    program = (
-        f"import os; from pathlib import Path; from raypod.runs import lease; lease.acquire(Path({str(tmp_path)!r}))"
-    )
-    subprocess.run([sys.executable, "-c", f"{program}; os._exit(9)"], check=False, timeout=60)
+def test_the_lease_of_a_dead_process_here_ends_at_once(processes: None, tmp_path: Path, acquire: Acquire) -> None:
+    program = "import os, sys; from pathlib import Path; from raypod.runs import lease\n"
+    program += "lease.acquire(Path(sys.argv[1])); os._exit(9)"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=60)
     assert len(entries(tmp_path)) == 1
-    waits: List[str] = []
-    held = acquire(log=waits.append)
+    held = acquire(log=pytest.fail)  # without a wait
     assert not held.is_first
-    assert not waits
     held.remove_ended()
     assert len(entries(tmp_path)) == 1
 
@@ -416,9 +384,11 @@ def test_what_killed_processes_have_left_of_their_leases_is_removed(tmp_path: Pa
     assert set(entries(tmp_path)) == {*left, "lease-1.json"}
 
 
-def test_a_live_holder_on_another_host_is_named(tmp_path: Path, acquire: Acquire, on_host: OnHost) -> None:
+def test_the_lease_of_a_live_host_is_named_and_kept(
+    tmp_path: Path, acquire: Acquire, on_host: OnHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_host("far")
-    acquire()
+    held, real = acquire(), os.utime
     on_host("near")
     with pytest.raises(LeaseHeld) as error:
         acquire()
@@ -426,9 +396,14 @@ def test_a_live_holder_on_another_host_is_named(tmp_path: Path, acquire: Acquire
     assert f"pid {os.getpid()} on host far (since " in text
     assert "expires after 30 s" in text
     assert text.endswith("the way out")
+    monkeypatch.setattr(os, "utime", lambda path: real(path, (time.time() - 3600,) * 2))  # its clock is late
+    assert wait_until(lambda: lease.find(tmp_path)[0].renewed_s < time.time() - 3000)
+    with pytest.raises(LeaseHeld):
+        acquire()
+    held.check()
 
 
-def test_the_lease_of_a_dead_host_expires_and_a_command_that_changes_nothing_leaves_it(
+def test_the_lease_of_a_dead_host_expires_and_a_reader_leaves_it(
     tmp_path: Path, acquire: Acquire, on_host: OnHost
 ) -> None:
     on_host("far")
@@ -446,19 +421,6 @@ def test_the_lease_of_a_dead_host_expires_and_a_command_that_changes_nothing_lea
     acquire()
     with pytest.raises(LeaseHeld, match="on host near"):
         acquire()
-
-
-def test_a_live_host_whose_clock_is_late_keeps_its_lease(
-    tmp_path: Path, acquire: Acquire, on_host: OnHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_host("far")
-    held, real = acquire(), os.utime
-    monkeypatch.setattr(os, "utime", lambda path: real(path, (time.time() - 3600,) * 2))
-    assert wait_until(lambda: lease.find(tmp_path)[0].renewed_s < time.time() - 3000)
-    on_host("near")
-    with pytest.raises(LeaseHeld):
-        acquire()
-    held.check()
 
 
 @pytest.mark.parametrize("host", ["far", ""])
@@ -495,9 +457,7 @@ def test_a_lost_lease_interrupts_a_wait_of_the_main_thread(acquire: Acquire) -> 
         new.result(timeout=30)
 
 
-def test_a_process_that_was_stopped_notices_the_loss_before_it_goes_on(
-    acquire: Acquire, on_host: OnHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_process_notices_the_loss(acquire: Acquire, on_host: OnHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "HEARTBEAT_S", 600)  # the thread renews the lease only when `check` wakes it
     on_host("far")
     held = acquire()
@@ -511,11 +471,8 @@ def test_a_process_that_was_stopped_notices_the_loss_before_it_goes_on(
         held.check()
 
 
-def test_a_disk_that_fails_is_reported_once_and_does_not_end_the_run(
-    acquire: Acquire, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warnings: List[str] = []
-    attempts: List[int] = []
+def test_a_disk_that_fails_is_reported_once_and_ends_no_run(acquire: Acquire, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings, attempts = [], []  # type: ignore[var-annotated]
     held, real = acquire(log=warnings.append), os.utime
 
     def fail(*arguments: Any) -> None:
@@ -526,15 +483,13 @@ def test_a_disk_that_fails_is_reported_once_and_does_not_end_the_run(
     monkeypatch.setattr(lease, "LATE_S", 0.1)
     assert wait_until(lambda: len(attempts) > 5)
     held.check()
-    assert len(warnings) == 1
-    assert "Input/output error" in warnings[0]
+    (warning,) = warnings
+    assert "Input/output error" in warning
     monkeypatch.setattr(os, "utime", real)
     held.check()
 
 
-def test_a_full_disk_does_not_prevent_heartbeats(
-    processes: None, small_disk: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_full_disk_prevents_no_heartbeat(processes: None, small_disk: Callable[..., Path], tmp_path: Path) -> None:
     folder = small_disk(tmp_path / "disk", 64)
     warnings: List[str] = []
     held = lease.acquire(folder, log=warnings.append)

@@ -46,13 +46,10 @@ def test_an_update_is_emitted_once_all_instances_have_reported(make: Callable[..
     metrics = MetricsAggregator(make(), started_at_s=100.0)
     assert metrics.add(report(1, [[3.0, 4.0]], [[8, 8]]), 101.0) == []
     assert metrics.add(report(1, [[2.0, 2.0]], [[0, 0]], first=1), 101.5) == []  # an instance may be ahead
-    (update,) = metrics.add(report(0, [[1.0, 2.0]], [[0, 8]]), 102.0)
-    assert (update.update, update.epoch, update.loss, update.metrics["accuracy"]) == (1, 1, 2.5, 75.0)
-    assert (update.samples, update.samples_per_s, update.time_s) == (32, 16.0, 2.0)
+    (done,) = metrics.add(report(0, [[1.0, 2.0]], [[0, 8]]), 102.0)
+    assert (done.update, done.epoch, done.loss, done.metrics["accuracy"]) == (1, 1, 2.5, 75.0)
+    assert (done.samples, done.samples_per_s, done.time_s) == (32, 16.0, 2.0)
     assert [u.loss for u in metrics.add(report(0, [[4.0, 4.0]], [[0, 0]], first=1), 103.0)] == [3.0]
-
-
-def test_a_call_of_several_updates_emits_each(make: Callable[..., Plan]) -> None:
     metrics = MetricsAggregator(make(training={"device_iterations": 2}, pod={"num_instances": 1, "replicas": 1}), 0.0)
     updates = metrics.add(report(0, [[1.0], [3.0]], [[8], [4]]), 1.0)
     assert [(u.update, u.loss, u.metrics["accuracy"]) for u in updates] == [(1, 1.0, 100.0), (2, 3.0, 50.0)]
@@ -164,52 +161,39 @@ def test_the_metrics_of_an_epoch_are_ratios_of_sums(make: Callable[..., Plan]) -
     assert metrics.end_epoch(0).metrics == {"loss": 4.5, "perplexity": math.exp(4.5)}
 
 
-def test_the_points_to_which_a_run_can_return_are_bounded(make: Callable[..., Plan]) -> None:
+def test_the_points_to_which_a_run_can_return_are_bounded_and_an_epoch_keeps_no_updates(make: Any) -> None:
     metrics = MetricsAggregator(make(), 0.0)
-    for update in range(5000):
-        metrics.know_epoch_sums(update, {})
+    for number in range(5000):
+        metrics.know_epoch_sums(number, {})
     assert len(metrics._known_sums) == 1024
-
-
-def test_an_epoch_keeps_no_updates(make: Callable[..., Plan]) -> None:
-    metrics = MetricsAggregator(
-        make(pod={"num_instances": 1, "replicas": 1}, data={"dataset": "synthetic", "samples": 80_000}), 0.0
-    )
+    data = {"dataset": "synthetic", "samples": 80_000}
+    metrics = MetricsAggregator(make(pod={"num_instances": 1, "replicas": 1}, data=data), 0.0)
     refs = []
-    for call in range(3):
-        (update,) = metrics.add(report(0, [[float(call)]], [[8]], first=call), 1.0)
-        refs.append(weakref.ref(update))
-    del update
+    for number in range(3):
+        (done,) = metrics.add(report(0, [[float(number)]], [[8]], first=number), 1.0)
+        refs.append(weakref.ref(done))
+    del done
     assert [ref() is None for ref in refs] == [True, True, False]  # the last one is `metrics.last`
     assert metrics.end_epoch(0).metrics["loss"] == 1.0
-
-
-# ---- the throughput over the most recent calls -----------------------------------------------------------------------
-
-
-def test_reports_that_arrive_together_are_no_peak() -> None:
-    recent = RecentThroughput()
-    assert recent.per_s == 0.0
-    rates = []
-    for _ in range(20):  # calls of 0.25 s, whose reports come in pairs
-        for elapsed_s in (0.4990234375, 0.0009765625):
-            recent.add(8, elapsed_s)
-            rates.append(recent.per_s)
-    assert set(rates[4:]) == {32.0}
 
 
 @pytest.mark.parametrize(("elapsed_s", "per_s"), [([0.25, 2.0, 4.0], 2.0), ([0.125] * 16 + [0.5] * 2, 16.0)])
 def test_the_throughput_follows_a_change_within_a_second(elapsed_s: List[float], per_s: float) -> None:
     recent = RecentThroughput()
+    assert recent.per_s == 0.0
     for each_s in elapsed_s:
         recent.add(8, each_s)
     assert recent.per_s == per_s
+    recent, rates = RecentThroughput(), []
+    for each_s in (0.4990234375, 0.0009765625) * 20:  # calls of 0.25 s, whose reports come in pairs: no peaks
+        recent.add(8, each_s)
+        rates.append(recent.per_s)
+    assert set(rates[4:]) == {32.0}
 
 
 def call(first_update: int, *seconds: float) -> CallDone:
-    return CallDone(
-        first_update, (), tuple(CallTimes(index, each, each / 4, 0.0) for index, each in enumerate(seconds))
-    )
+    times = (CallTimes(index, each, each / 4, 0.0) for index, each in enumerate(seconds))
+    return CallDone(first_update, (), tuple(times))
 
 
 def started(instances: int) -> RunStarted:
@@ -225,7 +209,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> List[float]:
     return found
 
 
-def test_a_summary_has_the_quantiles_and_the_shares_of_the_recent_calls() -> None:
+def test_a_summary_has_the_quantiles_shares_and_buckets_of_the_recent_calls() -> None:
     calls = RecentCalls(kept=4)
     for seconds in (9.0, 1.0, 2.0, 3.0, 4.0):
         calls.add(CallTimes(0, seconds, seconds / 2, 0.5))
@@ -234,6 +218,11 @@ def test_a_summary_has_the_quantiles_and_the_shares_of_the_recent_calls() -> Non
     calls = RecentCalls()
     calls.add(CallTimes(0, 2.0, 0.0, None))  # an unknown wait for peers counts as busy time
     assert (calls.summary()["busy_s"], calls.summary()["peer_wait_share"]) == (2.0, None)
+    calls = RecentCalls()
+    for seconds in (0.001, 0.002, 0.3, 1000.0):
+        calls.add(CallTimes(0, seconds, 0.0, 0.0))
+    found = dict(cumulative_buckets(calls.buckets))
+    assert [found[bound] for bound in (0.001, 0.0025, 0.25, 0.5, 300.0, float("inf"))] == [1, 2, 2, 3, 3, 4]
 
 
 def test_the_instance_that_does_not_wait_for_others_is_the_slow_one() -> None:
@@ -256,40 +245,27 @@ def test_the_first_call_of_a_process_is_not_counted() -> None:
     assert [(each.calls, each.slowest_s) for each in calls.by_instance().values()] == [(3, 1.0), (2, 1.0)]
 
 
-def test_buckets_count_all_calls_up_to_their_bound() -> None:
-    calls = RecentCalls()
-    for seconds in (0.001, 0.002, 0.3, 1000.0):
-        calls.add(CallTimes(0, seconds, 0.0, 0.0))
-    found = dict(cumulative_buckets(calls.buckets))
-    assert [found[bound] for bound in (0.001, 0.0025, 0.25, 0.5, 300.0, float("inf"))] == [1, 2, 2, 3, 3, 4]
-
-
 def test_a_window_ends_after_ten_seconds_and_at_the_end_of_the_run(now: List[float]) -> None:
     log = CallTimesLog()
     now[0] += 60  # a slow start is no window
     assert log.handle(started(0)) is None
     assert log.handle(call(0, 1.0)) is None
     now[0] += 10
-    record = log.handle(call(1, 3.0))
-    assert record is not None
+    record: Any = log.handle(call(1, 3.0))
     assert (record["first_update"], record["calls"], record["window_s"]) == (0, 2, 10.0)
     assert record["instances"][0]["mean_s"] == 2.0
     assert log.handle(call(2, 5.0)) is None
     record = log.handle(RunEnded(3, False, "", None))
-    assert record is not None
     assert (record["first_update"], record["calls"], record["instances"][0]["mean_s"]) == (2, 1, 5.0)
     assert log.end_window() is None
 
 
-def test_the_number_of_windows_grows_slowly(now: List[float]) -> None:
+def test_the_number_of_windows_grows_slowly_and_many_instances_keep_fewer_calls(now: List[float]) -> None:
     log, records = CallTimesLog(), 0
-    for update in range(7 * 24 * 360):  # a call every 10 seconds for a week
+    for number in range(7 * 24 * 360):  # a call every 10 seconds for a week
         now[0] += 10
-        records += log.handle(call(update, 10.0)) is not None
+        records += log.handle(call(number, 10.0)) is not None
     assert 300 < records < 1000
-
-
-def test_many_instances_keep_fewer_calls_each() -> None:
     calls = CallsByInstance(kept=1024)
     calls.handle(started(4096))
     for number in range(200):
@@ -360,8 +336,7 @@ def test_a_resume_reads_the_end_of_the_metrics_only(tmp_path: Path, monkeypatch:
     assert (path.stat().st_ino, len(parsed)) == (before, 1)  # nothing to remove, so the file stays
     write(path, 990, ())
     newest = last_update(tmp_path)
-    assert newest is not None
-    assert (newest.update, len(parsed)) == (990, 1 + 11 + 1)
+    assert (newest and newest.update, len(parsed)) == (990, 1 + 11 + 1)
     assert updates_in(path) == list(range(1, 991))
 
 
@@ -407,10 +382,8 @@ def test_updates_that_are_computed_again_replace_those_of_before(tmp_path: Path,
     assert scalars(tmp_path)["training/loss"] == expected
 
 
-def test_lines_that_cannot_be_dropped_because_the_disk_is_full_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, disk = tmp_path / "metrics.jsonl", FullDisk(monkeypatch)
+def test_lines_that_a_full_disk_keeps_from_being_dropped_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, disk, warnings = tmp_path / "metrics.jsonl", FullDisk(monkeypatch), []  # type: ignore[var-annotated]
     lines = JsonLines(path, UpdateDone, 0)
     for number in (1, 2, 3):
         lines.on_event(update(number))
@@ -422,23 +395,16 @@ def test_lines_that_cannot_be_dropped_because_the_disk_is_full_stay(
     lines.close()
     assert updates_in(path) == [1, 2, 3, 2]
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_disk_that_fails_after_lines_were_dropped_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warnings: List[str] = []
-    disk = FullDisk(monkeypatch)
-    lines = JsonLines(tmp_path / "metrics.jsonl", UpdateDone, 0, warnings.append)
+    lines = JsonLines(tmp_path / "other.jsonl", UpdateDone, 0, warnings.append)
     for number in (1, 2):
         lines.on_event(update(number))
     lines.drop_after(1)
-    disk.free_bytes = 0
+    disk.free_bytes = 0  # after lines were dropped
     lines.on_event(update(2))
     disk.free_bytes = None
     lines.close()
     assert len(warnings) == 1, warnings
-    assert "metrics.jsonl" in warnings[0]
+    assert "other.jsonl" in warnings[0]
 
 
 def test_the_details_of_an_evaluation_of_abandoned_weights_are_removed(tmp_path: Path) -> None:
@@ -471,7 +437,7 @@ def test_points_of_a_full_disk_are_written_once_there_is_space(tmp_path: Path, m
     assert scalars(tmp_path)["training/loss"] == [(number, float(number)) for number in range(1, 7)]
 
 
-def test_a_missing_package_is_one_line_and_leaves_no_run_folder(
+def test_a_missing_package_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find_spec = importlib.util.find_spec

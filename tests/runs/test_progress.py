@@ -110,27 +110,18 @@ def test_a_notebook_has_one_bar_for_the_run(shown: Shown, monkeypatch: pytest.Mo
     assert "[Epoch 01] loss: 1.835" in out
 
 
-def test_without_a_terminal_plain_lines_are_printed(shown: Shown) -> None:
+def test_without_a_terminal_plain_lines_are_printed_and_the_result_and_an_interruption(shown: Shown) -> None:
     assert shown(*map(update, range(1, 45)), EPOCH) == ("[Epoch 01] loss: 1.835, acc: 32.3\n", "")
-
-
-def test_the_result_and_an_interruption_are_printed(shown: Shown) -> None:
     out, _ = shown(STARTED, evaluation(44, 91.94), evaluation(88, 98.61, 0.05), RunEnded(50, True, "ab", None))
     assert "emulated SDK on CPU (no poptorch here); 77,754 parameters in each instance, from update 44 on" in out
     assert "[Epoch 01] test loss: 0.500, test acc: 91.94\n" in out
     assert "Test accuracy: 98.61 % of 360 images (loss 0.050)" in out
     assert "Interrupted after update 50; continue with --resume" in out
-
-
-@pytest.mark.parametrize(
-    ("updates", "checkpoint", "hint"),
-    [
-        (0, None, "start it again: it has no checkpoint yet"),
-        (50, "other/checkpoints/update-50", "continue with --resume other/checkpoints/update-50"),
-    ],
-)
-def test_an_interrupted_run_names_what_can_be_resumed(shown: Shown, updates: int, checkpoint: Any, hint: str) -> None:
-    assert f"Interrupted after update {updates}; {hint}\n" in shown(RunEnded(updates, True, "ab", checkpoint))[0]
+    for ended, hint in (
+        (RunEnded(0, True, "ab", None), "0; start it again: it has no checkpoint yet"),
+        (RunEnded(50, True, "ab", "other/update-50"), "50; continue with --resume other/update-50"),
+    ):
+        assert f"Interrupted after update {hint}\n" in shown(ended)[0]
 
 
 def test_a_run_that_ends_within_an_epoch_shows_its_last_update(shown: Shown) -> None:
@@ -144,13 +135,15 @@ def test_a_run_that_ends_within_an_epoch_shows_its_last_update(shown: Shown) -> 
 
 def test_a_warning_of_the_run_names_no_instance_and_an_unknown_loss_is_none(shown: Shown) -> None:
     assert shown(InstanceWarned(0, "the loss became nan", ""))[0] == "warning: the loss became nan\n"
-    updates = [dataclasses.replace(update(number), metrics=UNKNOWN) for number in (3, 4)]
-    out, err = shown(dataclasses.replace(updates[0], missing_reports=(1,)), err=Terminal())
+    unknown = dataclasses.replace(update(3), metrics=UNKNOWN, missing_reports=(1,))
+    out, err = shown(unknown, err=Terminal())
     assert out == ""
     assert "loss and acc unknown" in err
+    _, err = shown(dataclasses.replace(update(1), learning_rate=0.0123456), err=Terminal())
+    assert "acc=50.0, lr=0.0123, 1000 images/s" in err
 
 
-def test_a_repair_names_the_damaged_checkpoints(shown: Shown) -> None:
+def test_a_repair_names_the_damaged_checkpoints_and_a_resize_that_the_bits_differ(shown: Shown) -> None:
     damaged = ("checkpoints/update-00000012 is damaged: weights.safetensors has another sha256",)
     repaired = Repaired((0, 1), ("a", "b"), "checkpoints/update-00000006", 6, 2.0, 1, 2, damaged)
     warning, line = shown(repaired)[0].splitlines()
@@ -158,18 +151,10 @@ def test_a_repair_names_the_damaged_checkpoints(shown: Shown) -> None:
     assert line.startswith("Repaired in 2.0 s: new instance 0 on a, instance 1 on b, with the state of checkpoints/")
     reset = dataclasses.replace(repaired, passed_over=(), reset_on=("a",))
     assert shown(reset)[0].startswith("Repaired in 2.0 s: devices reset on a, new instance 0 on a, instance 1 on b")
-
-
-def test_a_change_of_the_replicas_says_that_the_bits_differ(shown: Shown) -> None:
     assert shown(Resized(13, 1, 4, 4, ("a",), "host b is lost"))[0] == (
         "Elastic: 1 replica x accumulation 4 from update 14 on, instead of 4 replicas (host b is lost): every update "
         "has the same samples, but sums them in another order, so the bits of the weights differ\n"
     )
-
-
-def test_the_line_of_an_update_has_its_learning_rate(shown: Shown) -> None:
-    _, err = shown(dataclasses.replace(update(1), learning_rate=0.0123456), err=Terminal())
-    assert "acc=50.0, lr=0.0123, 1000 images/s" in err
 
 
 @pytest.mark.parametrize("columns", [160, 80, 60])
@@ -219,9 +204,7 @@ def test_the_plan_begins_with_what_is_trained(make: Callable[..., Plan], monkeyp
 
 
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_colours_only_on_a_terminal_that_wants_them(
-    shown: Shown, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
-) -> None:
+def test_colours_only_where_wanted(shown: Shown, monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     repaired = Repaired((0,), ("a",), "instance 1", 6, 2.0, 1, 2, ())
@@ -270,15 +253,12 @@ def test_the_table(table: Callable[..., str]) -> None:
     ]
 
 
-def test_what_is_not_known_is_left_out(table: Callable[..., str]) -> None:
+def test_what_is_not_known_is_left_out_and_a_narrow_terminal_folds_texts(table: Callable[..., str]) -> None:
     text = table(7500, test_accuracy=None, seconds_to_first_update=None, samples_per_s=0.0, checkpoint=None)
     assert "accuracy" not in text
     assert "checkpoint" not in text
     assert "        time  2 h 5 min\n" in text
     assert "  throughput  not known: the first call is not timed\n" in text
-
-
-def test_a_narrow_terminal_folds_texts(table: Callable[..., str]) -> None:
     lines = table(131, 50).splitlines()
     assert max(map(len, lines)) <= 50
     assert "        time  2 min 11 s, 7.6 s of them until the" in lines

@@ -48,17 +48,7 @@ def folder(tmp_path: Path) -> Path:
     return run
 
 
-def make_unfinished(folder: Path) -> Path:
-    """Change the state file as if the coordinator had died."""
-    state = json.loads((folder / "state.json").read_text())
-    left = {**state, "state": "running", "exit_code": None, "started_ticks": 1}
-    (folder / "state.json").write_text(json.dumps(left))
-    return folder
-
-
-def test_a_loss_of_power_after_the_end_of_a_run_keeps_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_of_power_after_a_run_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed = FlushedFiles(monkeypatch)
     assert command(*QUICK, "--updates", "1", "--run-dir", str(tmp_path / "run")) == 0
     files = {path.name: path for path in (tmp_path / "run").iterdir() if path.suffix in (".json", ".jsonl", ".yaml")}
@@ -68,9 +58,7 @@ def test_a_loss_of_power_after_the_end_of_a_run_keeps_its_files(
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 300, b'{"pid": 1, "sta'])
-def test_a_state_that_is_damaged_after_a_loss_of_power_does_not_refuse_the_same_command(
-    content: bytes, folder: Path
-) -> None:
+def test_a_state_damaged_by_a_loss_of_power_does_not_refuse_the_same_command(content: bytes, folder: Path) -> None:
     (folder / "state.json").write_bytes(content)
     assert command(*QUICK, "--updates", "3", "--run-dir", str(folder)) == 0
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -86,22 +74,23 @@ def test_a_run_resumes_in_its_folder_with_its_config(how: str, folder: Path) -> 
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5
 
 
-def test_a_run_does_not_resume_in_the_folder_of_another_one(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_resumes_not_in_another_ones(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
     assert command(*QUICK, "--updates", "2", "--seed", "1", "--run-dir", str(other)) == 0
-    before = (make_unfinished(other) / "config.yaml").read_bytes()
+    cut_off(other)
+    before = (other / "config.yaml").read_bytes()
     assert command("--resume", str(folder), "--updates", "5", "--run-dir", str(other)) == 2
     assert "holds a run already" in capsys.readouterr().err
     assert (other / "config.yaml").read_bytes() == before
 
 
 def cut_off(folder: Path, *updates: int) -> None:
-    """Remove checkpoints, and let the run be one whose coordinator died."""
+    """Remove checkpoints, and change the state file as if the coordinator had died."""
     for update in updates:
         shutil.rmtree(str(folder / "checkpoints" / f"update-{update:08d}"))
-    make_unfinished(folder)
+    state = json.loads((folder / "state.json").read_text())
+    left = {**state, "state": "running", "exit_code": None, "started_ticks": 1}
+    (folder / "state.json").write_text(json.dumps(left))
 
 
 def starts_of(folder: Path) -> List[int]:
@@ -109,7 +98,7 @@ def starts_of(folder: Path) -> List[int]:
     return [line["first_update"] for line in lines_of(folder / "events.jsonl") if line["event"] == "run_started"]
 
 
-def test_the_same_command_continues_a_run_that_began_from_another_one(
+def test_the_same_command_continues_a_resumed_run(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new, other = tmp_path / "new", tmp_path / "other"
@@ -135,7 +124,7 @@ def test_the_same_command_continues_a_run_that_began_from_another_one(
     assert starts_of(new) == [3, 4, 3, 4]
 
 
-def test_the_same_command_continues_a_run_that_began_from_an_earlier_checkpoint(
+def test_the_same_command_continues_one_from_an_earlier_checkpoint(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chosen = folder / "checkpoints" / "update-00000002"
@@ -158,10 +147,10 @@ def test_another_command_and_a_finished_run_begin_again_from_the_checkpoint(fold
     flags = ["--resume", str(folder / "checkpoints" / "update-00000002"), "--updates", "5"]
     assert command(*flags, "--keep-checkpoints", "9") == 0
     assert command(*flags) == 0, "the run has ended: it is done again"
-    make_unfinished(folder)
+    cut_off(folder)
     assert command(*flags, "--learning-rate", "0.01", "--resume-anyway", "learning_rate") == 0
     assert starts_of(folder) == [0, 2, 2, 2]
-    make_unfinished(folder)
+    cut_off(folder)
     assert command("--resume", str(folder), "--updates", "6") == 0
     assert starts_of(folder) == [0, 2, 2, 2, 5], "the run folder itself always continues"
 
@@ -190,14 +179,14 @@ def test_a_full_disk_leaves_the_files_of_a_run_unchanged(folder: Path, capsys: p
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
-def test_the_same_command_continues_also_if_the_run_from_which_it_began_is_gone(
+def test_the_same_command_continues_without_the_first_run(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--resume", str(folder / "checkpoints" / "update-00000002"), "--run-dir", str(tmp_path / "next")]
     assert command(*flags, "--updates", "4") == 0
     shutil.move(str(folder), str(tmp_path / "moved"))
     for updates in (5, 6):
-        make_unfinished(tmp_path / "next")
+        cut_off(tmp_path / "next")
         assert command(*flags, "--updates", str(updates)) == 0
         assert summary_of(tmp_path / "next")["updates"] == updates
     assert command(*flags[:2], "--run-dir", str(tmp_path / "moved"), "--updates", "5") == 2
@@ -216,7 +205,7 @@ def test_a_run_that_ends_after_a_rollback_has_the_metrics_of_its_last_update(mak
     assert (summary_of(folder)["updates"], summary_of(folder)["loss"]) == (10, 10.5)
 
 
-def test_a_full_disk_at_the_end_is_reported_in_one_line(
+def test_a_full_disk_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write = run_folder.write_summary
@@ -233,9 +222,7 @@ def test_a_full_disk_at_the_end_is_reported_in_one_line(
     assert "summary.json cannot be written" in line
 
 
-def test_a_run_whose_output_is_on_a_full_disk_ends_as_another_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_output_is_on_a_full_disk_ends_as_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Path("/dev/full").open("w") as full, monkeypatch.context() as patched:
         patched.setattr("sys.stdout", full)
         patched.setattr("sys.stderr", full)
@@ -245,7 +232,7 @@ def test_a_run_whose_output_is_on_a_full_disk_ends_as_another_one(
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
-def test_errors_of_the_disk_are_one_warning_for_each_file(
+def test_a_warning_per_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
     real, failed = os.write, set()
@@ -268,18 +255,15 @@ def test_errors_of_the_disk_are_one_warning_for_each_file(
     assert lines_of(run / "events.jsonl")[0]["event"] == "process_started"
 
 
-def test_the_page_of_the_run_folder_has_every_key_of_the_summary(folder: Path) -> None:
-    table = (DOCS / "reference/run-folder.md").read_text().partition("## summary.json\n")[2].partition("\n## ")[0]
-    named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
-    assert {*summary_of(folder)} <= {*named}
-
-
-def test_a_resumed_run_counts_the_repairs_before(folder: Path) -> None:
+def test_a_resumed_run_counts_the_repairs_before_and_the_page_has_every_key_of_the_summary(folder: Path) -> None:
     assert summary_of(folder)["restarts"] == 0
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"event": "repaired", "restarts": 2}\n')
     assert command("--resume", str(folder), "--updates", "4") == 0
     assert summary_of(folder)["restarts"] == 2
+    table = (DOCS / "reference/run-folder.md").read_text().partition("## summary.json\n")[2].partition("\n## ")[0]
+    named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
+    assert {*summary_of(folder)} <= {*named}
 
 
 def lines_of(path: Path) -> List[Dict[str, Any]]:
@@ -295,7 +279,7 @@ def test_the_same_command_finishes_a_run_that_died_in_its_last_evaluation(folder
     (folder / "summary.json").unlink()
     (folder / "evaluations.jsonl").write_text('{"samples": 360, "lo')
     assert command(*last, "--resume", str(folder)) == 2  # the run is finished
-    make_unfinished(folder)
+    cut_off(folder)
     assert command(*last) == 0
     summary = summary_of(folder)
     for name in ("updates", "loss", "accuracy", "test_accuracy", "evaluations", "weights_sha256", "interrupted"):
@@ -354,28 +338,27 @@ def write(folder: Path, content: RunState) -> None:
     (folder / layout.STATE).write_text(json.dumps(dataclasses.asdict(content)))
 
 
-def test_a_run_ends_when_its_state_has_the_end_and_its_process_exits(
+def test_a_run_ends_when_its_state_says_so_and_its_process_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = RunEndWatch(tmp_path)
-    assert watch.poll() is None
-    assert not watch.is_known
+    assert (watch.poll(), watch.is_known) == (None, False)
     write(tmp_path, state())
-    assert watch.poll() is None
-    assert watch.is_known
+    assert (watch.poll(), watch.is_known) == (None, True)
     write(tmp_path, state(state=run_state.FAILED, exit_code=1))
     assert watch.poll() is None  # this process may print more
     monkeypatch.setattr(run_state, "_EXIT_S", 0.0)
-    found = watch.poll()
-    assert found is not None
-    assert found.exit_code == 1
-
-
-def test_a_coordinator_that_is_gone_has_no_exit_code(tmp_path: Path) -> None:
-    write(tmp_path, state(started_ticks=1))
+    assert exit_code_of(watch) == 1
+    write(tmp_path, state(started_ticks=1))  # a coordinator that is gone
     found = RunEndWatch(tmp_path).poll()
     assert found is not None
     assert (found.exit_code, found.state.update) == (None, 3)
+
+
+def exit_code_of(watch: RunEndWatch) -> Optional[int]:
+    found = watch.poll()
+    assert found is not None
+    return found.exit_code
 
 
 def test_the_end_of_a_launch(tmp_path: Path) -> None:
@@ -385,15 +368,11 @@ def test_the_end_of_a_launch(tmp_path: Path) -> None:
     assert (watch.poll(), watch.is_known) == (None, True)
     for ended, exit_code in (({"state": "failed", "exit_code": 3}, 3), ({}, None)):
         (tmp_path / layout.LAUNCH).write_text(json.dumps({**launch, **ended}))
-        found = (watch if ended else RunEndWatch(tmp_path)).poll()
-        assert found is not None
-        assert found.exit_code == exit_code
+        assert exit_code_of(watch if ended else RunEndWatch(tmp_path)) == exit_code
 
 
 @pytest.mark.parametrize("ahead_s", [-1200, -300, 300, 1200])
-def test_the_clock_of_another_host_does_not_end_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: int
-) -> None:
+def test_the_clock_of_another_host_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: int) -> None:
     """For the monitor, logs, report and dashboard: only a lease without new heartbeats ends."""
     now_s = 10000.0
     monkeypatch.setattr(run_state, "time", SimpleNamespace(monotonic=lambda: now_s, time=lambda: now_s))
@@ -407,6 +386,4 @@ def test_the_clock_of_another_host_does_not_end_its_run(
         assert watch.poll() is None
         now_s += lease.HEARTBEAT_S
     now_s += lease.EXPIRES_AFTER_S
-    found = watch.poll()
-    assert found is not None
-    assert found.exit_code is None
+    assert exit_code_of(watch) is None

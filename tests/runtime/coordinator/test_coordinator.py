@@ -32,9 +32,8 @@ from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import checkpoint_schedule, coordinator
 from raypod.runtime.coordinator.stop import Stop
 from raypod.runtime.workers.scripted import ScriptedFleet
-from raypod.training.checkpoint.format import Checkpoint, Manifest
-from raypod.training.checkpoint.resume import manifest_of, restart_point
-from raypod.training.checkpoint.storage import checkpoint_path, checkpoints_folder, new_checkpoint, write_manifest
+from raypod.training.checkpoint.format import Manifest
+from raypod.training.checkpoint.resume import restart_point
 from tests.support.saved_runs import save
 from tests.support.scripted_runs import Breaks, broken, events_of, lost, of, only, updates_of
 
@@ -56,9 +55,7 @@ def test_a_run_of_256_instances_yields_every_update(make: Make) -> None:
     assert not only(events[-1:], RunEnded).interrupted
 
 
-def test_hosts_with_other_files_of_raypod_or_another_torch_are_an_error(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_with_other_files_or_another_torch_are_an_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(make, 3)
     fleet = ScriptedFleet(plan)
     first, *others = fleet.start()
@@ -112,14 +109,11 @@ class Warns(ScriptedFleet):
         return [dataclasses.replace(first, warnings=warnings) if method == "evaluate" else first, *others]
 
 
-def test_each_warning_is_an_event_once(make: Make) -> None:
+def test_each_warning_is_an_event_once_and_the_user_is_warned(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     plan = make(training={"epochs": 2})
     warned = of(events_of(plan, Warns(plan)), InstanceWarned)
     texts = ("UserWarning: the sizes differ", "in the evaluation")
     assert warned == [InstanceWarned(0, text, plan.log_file(0)) for text in texts]
-
-
-def test_the_user_is_warned(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "raypod"):
         Reporter().on_event(InstanceWarned(0, "UserWarning: x", "logs/instance-0.log"))
     assert caplog.messages == ["UserWarning: x (instance 0; its log: logs/instance-0.log)"]
@@ -143,17 +137,12 @@ class LoadsSlowly(ScriptedFleet):
 
 
 @pytest.mark.parametrize("resumed_at", [None, 2])
-def test_data_that_loads_slower_than_the_checkpoint_interval_is_trained_on(
-    make: Make, resumed_at: Optional[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_slower_than_the_interval(make: Make, resumed_at: Optional[int], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make(training={"updates": 6}, pod={"num_instances": 2}, run={"checkpoint_every": "1 minute"})
-    resumed: Optional[Checkpoint] = None
-    if resumed_at is not None:
-        checkpoints = checkpoints_folder(plan.run_dir)
-        manifest = dataclasses.replace(manifest_of(plan, resumed_at, 1, "", {}), weights_sha256="0" * 64)
-        with new_checkpoint(checkpoints, resumed_at) as partial:
-            write_manifest(partial, manifest)
-        resumed = Checkpoint(checkpoint_path(checkpoints, resumed_at), manifest)
+    resumed = save(plan, resumed_at) if resumed_at else None
+    if resumed:
+        manifest = dataclasses.replace(resumed.manifest, weights_sha256="0" * 64)
+        resumed = dataclasses.replace(resumed, manifest=manifest)
     fleet = LoadsSlowly(plan)
     monkeypatch.setattr(checkpoint_schedule, "time", SimpleNamespace(monotonic=lambda: fleet.now_s))
     events = events_of(plan, fleet, resumed=resumed)
@@ -185,13 +174,8 @@ class WithLosses(ScriptedFleet):
 
 def warned(make: Callable[..., Plan], loss: Callable[[int], float], test_loss: float = 1.0, **sections: Any) -> Any:
     """Return the updates and the warnings of a run of 40 updates, in their order."""
-    sections["training"] = {
-        "updates": 40,
-        "lr_schedule": "constant",
-        "warmup_updates": 0,
-        **sections.get("training", {}),
-    }
-    plan = make(**sections)
+    training = {"updates": 40, "lr_schedule": "constant", "warmup_updates": 0, **sections.pop("training", {})}
+    plan = make(training=training, **sections)
     return of(events_of(plan, WithLosses(plan, loss, test_loss)), (UpdateDone, InstanceWarned))  # type: ignore[arg-type]
 
 
@@ -202,25 +186,19 @@ def texts_of(events: List[Any]) -> Dict[int, str]:
 
 def test_a_loss_far_above_its_start_is_one_warning_that_names_update_and_rate(make: Callable[..., Plan]) -> None:
     events = warned(make, lambda update: 2.0 if update < 11 else 9.0, training={"learning_rate": 0.25})
-    found = texts_of(events)
     text = f"the loss is 9 at update 16 (learning rate 0.25), after 2 at the start: it diverges; {WAY_ON}"
-    assert found == {16: text}
+    assert texts_of(events) == {16: text}
     event = next(each for each in events if isinstance(each, InstanceWarned))
-    assert text_of(line_of_event(event)) == f"instance warned: {text}"
+    assert text_of({"event": "instance_warned", **vars(event)}) == f"instance warned: {text}"
 
 
-def line_of_event(event: InstanceWarned) -> Dict[str, Any]:
-    return {"event": "instance_warned", "instance": event.instance, "text": event.text, "log_file": event.log_file}
+LOSSES = [lambda n: 2.0 + n / 20, lambda n: 90.0 if n % 3 == 0 else 2.0, lambda n: n - 20.0, lambda n: 2.0 ** (n / 4)]
 
 
-@pytest.mark.parametrize("loss", [lambda n: 2.0 + n / 20, lambda n: 90.0 if n % 3 == 0 else 2.0, lambda n: n - 20.0])
-def test_other_losses_are_none(make: Callable[..., Plan], loss: Callable[[int], float]) -> None:
-    assert texts_of(warned(make, loss)) == {}
-
-
-def test_a_range_test_of_the_rate_has_no_warning(make: Callable[..., Plan]) -> None:
-    schedule = {"lr_schedule": "raypod.cli.lr_range:factor"}
-    assert texts_of(warned(make, lambda update: 2.0 ** (update / 4), training=schedule)) == {}
+@pytest.mark.parametrize("loss", LOSSES)
+def test_other_losses_and_a_range_test_of_the_rate_have_none(make: Make, loss: Callable[[int], float]) -> None:
+    ranged = {"lr_schedule": "raypod.cli.lr_range:factor"} if loss is LOSSES[-1] else {}
+    assert texts_of(warned(make, loss, training=ranged)) == {}
 
 
 def test_a_loss_that_is_not_finite_names_its_consequence_once(make: Callable[..., Plan]) -> None:
@@ -315,26 +293,20 @@ def test_a_checkpoint_without_sums_leaves_those_of_the_updates_after_it(make: Ma
     assert rest["loss"] == pytest.approx(sum(row[0] for row in rows) / sum(row[1] for row in rows))
 
 
-@pytest.mark.parametrize(("fails_at", "state_of"), [(6, 6), (6, 4), (13, 12), (13, 8)])
-def test_a_repair_restores_the_sums_of_the_state_that_a_survivor_has(make: Make, fails_at: int, state_of: int) -> None:
+REPAIRS = [(6, (1,), {0: 6}), (6, (1,), {0: 4}), (13, (1,), {0: 12}), (13, (1,), {0: 8}), (7, (0, 1), {})]
+
+
+@pytest.mark.parametrize(("fails_at", "lost_ones", "survivors"), REPAIRS)  # {}: from the checkpoint
+def test_a_repair_restores_the_sums_of_its_state(make: Make, fails_at: int, lost_ones: Any, survivors: Any) -> None:
     plan = plan_of_two_epochs(make)
     undisturbed = Varies(plan)
     expected = epochs_of(plan, undisturbed)
-    fleet = Varies(plan, {(fails_at, 0): broken(lost(1))}, repairs=[{0: state_of}])
+    if not survivors:
+        save(plan, 4, epoch_sums=undisturbed.saved[4].epoch_sums)  # of an earlier process
+    fleet = Varies(plan, {(fails_at, 0): broken(*map(lost, lost_ones))}, repairs=[survivors])
     assert epochs_of(plan, fleet) == expected
-    assert {update: each.epoch_sums for update, each in fleet.saved.items()} == {
-        update: each.epoch_sums for update, each in undisturbed.saved.items()
-    }
-
-
-def test_a_repair_from_a_checkpoint_restores_its_sums(make: Make) -> None:
-    plan = plan_of_two_epochs(make)
-    undisturbed = Varies(plan)
-    expected = epochs_of(plan, undisturbed)
-    save(plan, 4, epoch_sums=undisturbed.saved[4].epoch_sums)  # of an earlier process
-    fleet = Varies(plan, {(7, 0): broken(lost(0), lost(1))}, repairs=[{}])
-    assert epochs_of(plan, fleet) == expected
-    assert fleet.saved[8].epoch_sums == undisturbed.saved[8].epoch_sums
+    sums = [{update: each.epoch_sums for update, each in found.saved.items()} for found in (fleet, undisturbed)]
+    assert sums[0] == sums[1]
 
 
 UPDATE_S, WAIT_S = 60.0, 600.0
@@ -385,12 +357,12 @@ def ended_by(plan: Plan, fleet: ScriptedFleet, events: List[Event], stop: Option
 
 
 @pytest.mark.parametrize(("limit", "waits_at"), [("2 checkpoints", 7), ("3.5 minutes", 9), ("60 minutes", None)])
-def test_training_stops_after_max_unsaved_and_goes_on_once_there_is_space(
+def test_training_stops_after_max_unsaved(
     make: Make, monkeypatch: pytest.MonkeyPatch, limit: str, waits_at: Optional[int]
 ) -> None:
     plan = plan_with_retries(make, max_unsaved=limit)
     fleet = DiskFills(plan, monkeypatch, 200.0, 800.0)  # the checkpoint of update 2 is written, that of 4 is not
-    events = list(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)))
+    events = events_of(plan, fleet)
     assert updates_of(events) == list(range(1, 21))
     waits = [(each.update, each.waits_s) for each in of(events, CheckpointFailed) if each.waits_s]
     assert waits == ([] if waits_at is None else [(waits_at, WAIT_S)])
@@ -405,19 +377,17 @@ def test_a_disk_without_space_ends_the_run_after_a_stated_time(make: Make, monke
     error = ended_by(plan, fleet, events)
     assert fleet.waited_s == pytest.approx(WAIT_S)
     assert updates_of(events) == [1, 2, 3, 4, 5]
-    assert (
-        f"no space after {WAIT_S:.0f} s (--save-retry-s); once the disk can be written, continue from update-2"
-        in str(error)
-    )
+    words = f"no space after {WAIT_S:.0f} s (--save-retry-s); once the disk can be written, continue from update-2"
+    assert words in str(error)
 
 
 def test_the_first_and_the_last_checkpoint_wait_for_the_disk(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_with_retries(make)
     fleet = DiskFills(plan, monkeypatch, 0.0, 500.0)
-    events = list(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)))
+    events = events_of(plan, fleet)
     assert [each.update for each in of(events, CheckpointSaved)] == [3, *range(4, 21, 2)]
     last = DiskFills(plan, monkeypatch, 1200.0, 1500.0)
-    events = list(coordinator.run(plan, last, MetricsAggregator(plan, 0.0)))
+    events = events_of(plan, last)
     assert of(events, CheckpointSaved)[-1].update == 20
     assert of(events, CheckpointFailed)[-1].waits_s == WAIT_S
 
@@ -430,9 +400,7 @@ def test_nobody_waits_for_the_disk_once_a_stop_is_requested(make: Make, monkeypa
     assert fleet.waited_s < 10
 
 
-def test_a_checkpoint_that_cannot_be_written_for_another_reason_is_not_waited_for(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_lost_for_another_reason_is_not_waited_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_with_retries(make)
     fleet = DiskFills(plan, monkeypatch, 0.0, 1e9)
     fleet.can_pass = False

@@ -94,24 +94,18 @@ def test_a_notice_before_the_training_ends_the_run_with_the_chosen_code(clock: A
     assert not isinstance(interrupted.value, Preempted)
 
 
-def test_a_second_notice_shortens_no_grace_period_and_ctrl_c_does(clock: Any) -> None:
+def test_a_further_signal_shortens_no_grace_period_and_ctrl_c_or_no_grace_period_end_the_run(clock: Any) -> None:
     stop = stop_with(**GRACE)
     with stop.deferred():
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
             send(stop, clock, number)
         with pytest.raises(Preempted):
             send(stop, clock, signal.SIGINT)
-
-
-def test_without_a_grace_period_a_second_signal_ends_the_run_at_once(clock: Any) -> None:
     stop = stop_with(preemption_exit_code=85)
     with stop.deferred():
         send(stop, clock, signal.SIGTERM)
         with pytest.raises(Preempted):
             send(stop, clock, signal.SIGTERM)
-
-
-def test_a_notice_after_ctrl_c_only_bounds_the_end(clock: Any) -> None:
     stop = stop_with(**GRACE)
     with stop.deferred():
         send(stop, clock, signal.SIGINT)
@@ -138,8 +132,6 @@ def test_only_training_is_interrupted_shortly_before_the_deadline(clock: Any) ->
         with pytest.raises(Preempted, match="the 60 s of --preemption-grace-s end"):
             stop.interrupt_late()
 
-
-def test_an_exception_that_replaces_the_one_of_a_handler(clock: Any) -> None:
     def replaced() -> None:
         try:
             send(stop, clock, signal.SIGTERM)
@@ -159,9 +151,8 @@ def test_a_host_that_ray_drains_is_a_preemption_if_that_is_configured() -> None:
 
 
 def test_an_unknown_state_does_not_keep_the_process_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = []
+    ended, exits = [], []  # type: ignore[var-annotated]
     monkeypatch.setattr(stop_module, "abort", ended.append)
-    exits: List[int] = []
     monkeypatch.setattr(stop_module, "os", SimpleNamespace(_exit=exits.append))
     stop = stop_with(**GRACE, preemption_exit_code=85)
 
@@ -176,8 +167,8 @@ def test_an_unknown_state_does_not_keep_the_process_alive(monkeypatch: pytest.Mo
 
 
 def test_the_contexts_restore_handlers_and_wakeup_descriptor() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
-    stop = stop_with(**GRACE)
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before, stop = [signal.getsignal(number) for number in numbers], stop_with(**GRACE)
     with deadline_of(stop), deadline_of(stop):
         assert stop.has_deadline
         descriptor = signal.set_wakeup_fd(-1)
@@ -185,7 +176,7 @@ def test_the_contexts_restore_handlers_and_wakeup_descriptor() -> None:
         signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
     assert not stop.has_deadline
     assert signal.set_wakeup_fd(-1) == -1
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_the_time_that_is_left_after_a_notice(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +213,7 @@ def evaluations(metric: Metric, *values: float) -> List[EvaluationDone]:
         (LOSS, (math.nan, 3, math.nan, 4), 40, 20),
     ],
 )
-def test_the_first_point_without_improvement_ends_the_run(
+def test_no_improvement_ends_the_run(
     metric: Metric, values: List[float], stop: Optional[int], best: Optional[int]
 ) -> None:
     done = evaluations(metric, *values)
@@ -247,12 +238,9 @@ def test_a_run_ends_early_with_a_checkpoint(make: Callable[..., Plan]) -> None:
     stopped, ended = only(events[-2:-1], StoppedEarly), only(events[-1:], RunEnded)
     assert stopped.update == ended.updates == 3 * plan.updates_per_epoch
     assert (stopped.best_update, ended.interrupted) == (plan.updates_per_epoch, False)
-
-
-def test_the_evaluation_at_the_end_of_an_earlier_part_does_not_count(make: Callable[..., Plan]) -> None:
     plan = make(training={"epochs": 9, "evaluate_every": 1, "early_stopping": "1 evaluation"})
     done = [EvaluationDone(1, {"loss": 1.0, "accuracy": 5.0}, update, 1) for update in (3, plan.updates_per_epoch)]
-    assert early_stop(plan, done) is None
+    assert early_stop(plan, done) is None  # the evaluation at the end of an earlier part does not count
 
 
 def train_tiny(folder: Path, *flags: str) -> int:
@@ -260,16 +248,11 @@ def train_tiny(folder: Path, *flags: str) -> int:
     return train.main([*inline, "--run-dir", str(folder), "--learning-rate", "1e-9", *flags])
 
 
-def summary_of(folder: Path) -> Dict[str, Any]:
-    summary: Dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return summary
-
-
 def test_a_resumed_run_stops_at_the_same_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--evaluate-every", "1", "--lr-schedule", "constant"]
     flags += ["--early-stopping", "2 evaluations", "--early-stopping-metric", "accuracy", "--best-metric", "loss"]
     assert train_tiny(tmp_path / "whole", *flags, "--updates", "45") == 0
-    whole = summary_of(tmp_path / "whole")
+    whole = summary(tmp_path / "whole")
     assert whole["updates"] == whole["stopped_early"]["update"] == 15  # 3 epochs: the accuracy does not change
     assert not whole["interrupted"]
     out = capsys.readouterr().out
@@ -278,7 +261,7 @@ def test_a_resumed_run_stops_at_the_same_update(tmp_path: Path, capsys: pytest.C
 
     assert train_tiny(tmp_path / "part", *flags, "--updates", "8") == 0
     assert train_tiny(tmp_path / "rest", *flags, "--updates", "45", "--resume", str(tmp_path / "part")) == 0
-    rest = summary_of(tmp_path / "rest")
+    rest = summary(tmp_path / "rest")
     assert (rest["weights_sha256"], rest["stopped_early"]) == (whole["weights_sha256"], whole["stopped_early"])
     assert [each["update"] for each in rest["evaluations"]] == [5, 8, 10, 15]
 
@@ -287,7 +270,7 @@ def test_a_resumed_run_stops_at_the_same_update(tmp_path: Path, capsys: pytest.C
     (line,) = capsys.readouterr().err.splitlines()
     assert "the run has stopped early after update 15: accuracy has not improved for 2 evaluations" in line
     assert train_tiny(tmp_path / "whole", "--resume", str(tmp_path / "whole"), "--early-stopping", "3 evaluations") == 0
-    assert summary_of(tmp_path / "whole")["updates"] == 20
+    assert summary(tmp_path / "whole")["updates"] == 20
 
 
 @pytest.mark.parametrize(
@@ -298,14 +281,16 @@ def test_a_resumed_run_stops_at_the_same_update(tmp_path: Path, capsys: pytest.C
         (["--early-stopping", "2 evaluations"], "needs evaluations during the run: add --evaluate-every 1"),
         (["--early-stopping-metric", "loss"], "--early-stopping-metric has no effect without --early-stopping"),
         (["--best-metric", "perplexity"], "--best-metric perplexity: the task measures loss, accuracy"),
+        (["--preemption-exit-code=0"], "preemption_exit_code"),
+        (["--preemption-exit-code=256"], "preemption_exit_code"),
+        (["--preemption-grace-s=0"], "preemption_grace_s"),
     ],
 )
-def test_a_wrong_setting_is_one_line(
-    flags: List[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_setting(flags: List[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_tiny(tmp_path / "run", *flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert message in line or message in line.replace("-", "_")
+    assert not (tmp_path / "run").exists()
 
 
 CODE = 85
@@ -344,7 +329,7 @@ def state() -> run_state.RunState:
     return found
 
 
-def summary(run: str = "run") -> Dict[str, Any]:
+def summary(run: Any = "run") -> Dict[str, Any]:
     found: Dict[str, Any] = json.loads(Path(run, "summary.json").read_text())
     return found
 
@@ -362,9 +347,7 @@ def last_event() -> Dict[str, Any]:
     ("place", "number"),
     [("call", signal.SIGTERM), ("call", signal.SIGUSR1), ("data", signal.SIGTERM), ("evaluation", signal.SIGTERM)],
 )
-def test_the_same_command_continues_a_preempted_run(
-    folder: Path, place: str, number: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_preempted_run_continues(folder: Path, place: str, number: int, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--updates", "22", "--evaluate-every", "1"]
     Path(f"at-{place}").write_text(str(int(number)))
     assert command(*flags) == CODE
@@ -386,29 +369,21 @@ def test_the_same_command_continues_a_preempted_run(
     assert main(["verify-data", "run"]) == 0
 
 
-def test_a_notice_during_the_start(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_notice_during_the_start_and_in_a_script(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("at-start").write_text(str(int(signal.SIGTERM)))
     assert command("--updates", "22") == CODE
     assert "raypod: preempted: nothing had started; repeat the command" in capsys.readouterr().err
     assert not Path("run").exists()
-
-
-def test_a_script_that_trains(folder: Path) -> None:
     Path("at-call").write_text(str(int(signal.SIGTERM)))
+    ours = {
+        "dataset": "preemptible:data",
+        "model": "preemptible:model",
+        "augment": False,
+        "checkpoint_every": "5 updates",
+    }
+    run = {"device": "emulated", "fleet": "inline", "num_instances": 1, "updates": 40, "run_dir": "run"}
     with pytest.raises(raypod.Interrupted) as interrupted:
-        raypod.fit(
-            dataset="preemptible:data",
-            model="preemptible:model",
-            augment=False,
-            device="emulated",
-            fleet="inline",
-            num_instances=1,
-            updates=40,
-            checkpoint_every="5 updates",
-            run_dir="run",
-            preemption_grace_s=3600,
-            progress=False,
-        )
+        raypod.fit(**ours, **run, preemption_grace_s=3600, progress=False)
     assert interrupted.value.result.summary["preempted"]
     assert state().state == run_state.PREEMPTED
 
@@ -433,9 +408,7 @@ def test_a_repair_is_completed_first(make: Callable[..., Plan]) -> None:
 @pytest.mark.parametrize(
     ("place", "where"), [("blocked-call", "(instance 0: in call "), ("disk", "is in no checkpoint")]
 )
-def test_a_process_that_cannot_save_ends_before_its_grace_period(
-    processes: None, folder: Path, place: str, where: str
-) -> None:
+def test_a_process_that_cannot_save_ends_in_time(processes: None, folder: Path, place: str, where: str) -> None:
     """The checkpoint before is the newest one, and one line says so."""
     Path(f"at-{place}").write_text(str(int(signal.SIGTERM)))
     done = start("--updates", "40", "--preemption-grace-s", "6")
@@ -461,11 +434,3 @@ def test_a_detached_run(processes: None, folder: Path, capsys: pytest.CaptureFix
     assert start("--updates", "4000", "--detach").returncode == 0
     assert main(["stop", "run"]) == 0  # a user stops it: that is no preemption
     assert (state().state, state().exit_code) == (run_state.INTERRUPTED, 130)
-
-
-@pytest.mark.parametrize("flag", ["--preemption-exit-code=0", "--preemption-exit-code=256", "--preemption-grace-s=0"])
-def test_wrong_values_are_one_line(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["--fleet", "inline", "--run-dir", str(tmp_path / "run"), flag]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert flag.partition("=")[0][2:].replace("-", "_") in line.replace("-", "_")
-    assert not (tmp_path / "run").exists()

@@ -58,9 +58,7 @@ def launch(
     ("strict", "inherited", "expected"),
     [([], None, None), ([], "1", "1"), (["--strict"], "0", "1"), (["--strict", "no"], "1", "0")],
 )
-def test_strict_mode_is_a_variable_of_the_instances_of_every_host(
-    strict: List[str], inherited: Optional[str], expected: Optional[str]
-) -> None:
+def test_strict_mode_is_a_variable(strict: List[str], inherited: Optional[str], expected: Optional[str]) -> None:
     request, _ = parse([*strict, "--num-instances", "2", "program"])
     caller = {"EMULATED_POD_STRICT": inherited} if inherited else {}
     placement = place(Cluster("pod", (Host("a", "a"), Host("b", "b"))), Sizes(2, 2, 1))
@@ -101,7 +99,7 @@ def test_a_plain_program_has_the_partition_of_its_caller(monkeypatch: pytest.Mon
         assert (variables, tool.commands) == ({}, [])
 
 
-def test_no_partition_is_created_before_the_cluster_is_joined(
+def test_the_cluster_is_joined_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def hangs(log: object) -> None:
@@ -222,7 +220,7 @@ def test_strict_mode_rejects_what_an_ipu_rejects(launch: Launch, monkeypatch: py
 # ---- environment and hosts -------------------------------------------------------------------------------------------
 
 
-def test_a_shell_command_runs_in_the_callers_folder_and_environment(
+def test_a_shell_command_has_the_folder_of_its_caller(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MINE", "kept")
@@ -260,9 +258,7 @@ def test_hosts_of_a_file(launch: Launch, tmp_path: Path) -> None:
     assert f"error: hosts, line 3: host {SECOND_HOST} is listed twice in hosts, line 1" in twice.err
 
 
-def test_programs_run_with_the_interpreter_of_the_launch_and_of_the_cluster_file(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_interpreter_of_programs(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # the environment is not activated
     own, other = str(Path(sys.executable).parent), str(tmp_path / "bin")
     two = launch(*TWO, "-v", "-H", f"{HEAD},{SECOND_HOST}", *FIRST_OF_PATH)
@@ -318,7 +314,7 @@ THROW = "import ctypes; ctypes.CDLL('libstdc++.so.6')['_ZSt21__throw_runtime_err
         (("train.py",), 127, "cannot start train.py: it is not on the PATH; run `python train.py`;"),
     ],
 )
-def test_a_failed_program_ends_the_others_and_sets_the_exit_code(
+def test_a_failed_program_ends_all(
     launch: Launch, tmp_path: Path, words: Tuple[str, ...], code: int, cause: str
 ) -> None:
     (tmp_path / "train.py").write_text("print('here')")

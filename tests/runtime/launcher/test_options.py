@@ -88,9 +88,7 @@ def test_options_take_the_forms_of_poprun() -> None:
         ([], "no program to launch: raypod launch [options] PROGRAM [ARGS...] (--help lists options)"),
     ],
 )
-def test_a_mistake_prints_one_line_and_exits_with_2(
-    words: List[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_line(words: List[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("raypod: error: ")
@@ -152,16 +150,14 @@ def test_export_does_not_overwrite_a_file_without_the_flag(tmp_path: Path, capsy
         ("num-replicas: 2\nnum_replicas: 4\n", "is given twice"),
     ],
 )
-def test_mistakes_in_a_file_of_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
-) -> None:
+def test_mistakes_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
     file = tmp_path / "o.yaml"
     file.write_text(text.format())
     assert main(["--import-config", str(file), "x"]) == 2
     assert message.format(file=file) in capsys.readouterr().err
 
 
-def test_a_launch_without_a_cluster_leaves_no_file(
+def test_no_cluster_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -304,9 +300,7 @@ def test_a_missing_partition_is_created_and_removed(tool: FakeVipu) -> None:
         (None, ("--remove-partition=no",), ["create"], {"0", "1", "2", "3"}),
     ],
 )
-def test_an_existing_partition_is_kept(
-    tool: FakeVipu, existing: Any, words: Tuple[str, ...], verbs: List[str], gcd_ids: Any
-) -> None:
+def test_it_is_kept(tool: FakeVipu, existing: Any, words: Tuple[str, ...], verbs: List[str], gcd_ids: Any) -> None:
     if existing is not None:
         tool.partitions["p"] = existing
     found = use(*NAMED, *words)
@@ -346,7 +340,7 @@ def test_a_chosen_controller_is_passed_to_the_tool(tool: FakeVipu) -> None:
         ("create", KeyboardInterrupt(), "^$", ["create", "remove"]),
     ],
 )
-def test_a_creation_that_is_completed_without_an_answer_is_undone(
+def test_an_unanswered_creation_is_undone(
     tool: FakeVipu, verb: str, raised: BaseException, match: str, verbs: List[str]
 ) -> None:
     tool.raised[verb] = raised
@@ -366,7 +360,7 @@ def test_a_tool_that_does_not_answer_is_killed(tmp_path: Path, monkeypatch: pyte
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
-def test_a_process_that_aborts_removes_its_partition(
+def test_an_abort_removes_it(
     tool: FakeVipu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     at_exit: List[Any] = []
@@ -395,9 +389,7 @@ def test_a_process_that_aborts_removes_its_partition(
         ((), True, []),
     ],
 )
-def test_a_partition_that_is_not_used_is_not_created(
-    tool: FakeVipu, words: Tuple[str, ...], has_ipus: bool, said: List[str]
-) -> None:
+def test_an_unused_one_is_not_created(tool: FakeVipu, words: Tuple[str, ...], has_ipus: bool, said: List[str]) -> None:
     lines: List[str] = []
     request, _ = parse([*words, "program"])
     with partition(request, place(LOCAL, Sizes(1, 1, 1)), has_ipus, {}, lines.append) as environment:

@@ -101,7 +101,7 @@ CPP = "terminate called after throwing an instance of 'E'\n  what():  no device\
         (134, CPP, "exit code 134 (what(): no device)"),
     ],
 )
-def test_the_first_failure_ends_the_others_and_is_the_error(
+def test_the_first_failure_ends_the_others(
     hosts: ScriptedHosts, tmp_path: Any, code: int, stderr: str, cause: str
 ) -> None:
     hosts.script = [(1, hosts.exits(1, code, stderr.encode())), (2, hosts.exits(0, 9)), (3, hosts.finish)]
@@ -122,7 +122,7 @@ NEVER_JOINED = "E: rank 1 waited 60 s for rank 0 of group 'horovod' at 10.0.0.1:
     + ["RuntimeError: Gloo connectFullMesh failed with [pair.cc:144] timed out connecting"],
 )
 @pytest.mark.parametrize("seconds", [(1, 2), (2, 2), (3, 2)])  # its process may end after its connections
-def test_a_program_that_ends_too_early_is_the_cause_of_the_failure_of_its_peer(
+def test_one_that_ends_too_early_is_the_cause(
     hosts: ScriptedHosts, tmp_path: Any, stderr: str, seconds: Tuple[int, int]
 ) -> None:
     stderr = stderr.replace("E: ", "_pod.store_protocol.PeerFailed: ")
@@ -151,7 +151,7 @@ def test_the_failure_of_a_peer_is_not_the_cause_if_the_peer_fails_next(hosts: Sc
     ("stderr", "seconds"),
     [("ValueError: broken", 1), (OF_PEER, 5)],  # an exception of its own; the other one was ended after the failure
 )
-def test_a_program_that_ends_with_0_is_not_the_cause_of_every_failure(
+def test_one_that_ends_with_0_is_no_cause_otherwise(
     hosts: ScriptedHosts, tmp_path: Any, stderr: str, seconds: int
 ) -> None:
     hosts.script = [(2, hosts.exits(1, 1, stderr.encode())), (seconds, hosts.exits(0)), (6, hosts.finish)]
@@ -236,9 +236,7 @@ def test_reports_arrive_until_all_hosts_are_done(ray: ScriptedRay, connect: Call
     assert found._actors[1].called == ["read"]
 
 
-def test_a_host_that_does_not_answer_is_lost_after_the_reports_of_the_others(
-    ray: ScriptedRay, connect: Callable[..., RayHosts]
-) -> None:
+def test_a_silent_host_is_lost_after_the_reports_of_others(ray: ScriptedRay, connect: Callable[..., RayHosts]) -> None:
     found, seen, began_s = connect(read_in(ray, 0.5), read_in(ray, NEVER)), [], ray.now_s
 
     def read() -> None:
@@ -273,7 +271,7 @@ def test_a_host_that_died_is_lost(ray: ScriptedRay, connect: Callable[..., RayHo
         (TaskError(OSError("no files left")), RunError, "^host h1: OSError: no files left$"),
     ],
 )
-def test_an_error_of_a_host_is_that_of_the_launch(
+def test_an_error_of_a_host_is_raised(
     connect: Callable[..., RayHosts], error: Exception, kind: type, message: str
 ) -> None:
     found = connect({"address_in": lambda subnet: Ref("10.0.0.0")}, {"address_in": lambda subnet: Ref(error)})
@@ -281,9 +279,7 @@ def test_an_error_of_a_host_is_that_of_the_launch(
         found.connect("10.0.0.0/8", 2)
 
 
-def test_a_host_that_does_not_start_is_waited_for_within_the_bound(
-    ray: ScriptedRay, connect: Callable[..., RayHosts]
-) -> None:
+def test_a_host_that_does_not_start_is_waited_for(ray: ScriptedRay, connect: Callable[..., RayHosts]) -> None:
     found, began_s = connect({"start": lambda *_: Ref(None)}, {"start": lambda *_: Ref(None, NEVER)}), ray.now_s
     with pytest.raises(WaitTimedOut, match=r"waited 30 s for start on h1; --start-timeout"):
         found.start([(), ()], 1.0, "logs")

@@ -18,9 +18,7 @@ from raypod.system.sdk import Sdk
 from raypod.training.models import program
 
 
-def test_a_reset_command_knows_the_action_and_writes_into_the_log(
-    processes: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reset_command_knows_the_action(processes: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command = f'echo "$RAYPOD_RECOVERY_ACTION" | tee {tmp_path / "action"}; cat'
     assert devices.reset(command, "PARTITION_RESET", 60.0) == ""
     assert (tmp_path / "action").read_text() == "PARTITION_RESET\n"
@@ -36,9 +34,7 @@ def test_a_reset_command_knows_the_action_and_writes_into_the_log(
         ("sleep 600 & sleep 600", 0.2, "not done within 0.2 s (run.reset_timeout_s)"),
     ],
 )
-def test_a_reset_command_that_fails_or_does_not_end_says_why(
-    processes: Any, command: str, timeout_s: float, reason: str
-) -> None:
+def test_a_reset_command_that_fails_says_why(processes: Any, command: str, timeout_s: float, reason: str) -> None:
     assert devices.reset(command, "IPU_RESET", timeout_s) == reason
 
 
@@ -76,9 +72,7 @@ def test_the_folder_is_of_this_user_and_host_unless_another_one_is_chosen(
         assert options._Popart.options.get("cachePath", "") == (folder or inherited or "")
 
 
-def test_a_folder_that_cannot_be_created_is_a_warning(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_made_is_a_warning(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "raypod").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("POPTORCH_CACHE_DIR", raising=False)

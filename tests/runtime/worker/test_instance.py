@@ -84,9 +84,7 @@ def test_a_survivor_continues_with_the_state_on_its_device(make: Callable[..., P
     assert len(compiled) == 2  # the training and the evaluation, once each
 
 
-def test_neither_a_training_nor_a_repair_initializes_popdist(
-    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_training_and_no_repair_begins_popdist(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     called: List[str] = []
     for name in ("init", "finalizeBackend"):
         monkeypatch.setattr(popdist, name, lambda name=name: called.append(name))
@@ -96,9 +94,7 @@ def test_neither_a_training_nor_a_repair_initializes_popdist(
     assert called == []
 
 
-def test_a_device_that_is_attached_again_is_an_activity_of_its_own(
-    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_to_attach_a_device_again_is_an_activity(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     """That loads the program, which can take longer than a call."""
     plan, activities = plan_for(make, "tiny"), []
     fleet, real = DisconnectingFleet(plan), poptorch.PoplarExecutor.attachToDevice
@@ -141,9 +137,7 @@ def test_an_evaluation_is_aborted_and_repeated_after_the_repair(make: Callable[.
     assert only(events, RunEnded).weights_sha256 == only(undisturbed, RunEnded).weights_sha256
 
 
-def test_an_unreadable_device_loses_the_updates_since_the_last_read_back(
-    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_device_loses_updates(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_for(make, "tiny")
     uninterrupted = only(events_of(plan, InlineFleet(plan)), RunEnded).weights_sha256
 
@@ -205,9 +199,7 @@ def test_the_state_of_a_device_that_failed_in_a_call_is_not_saved(make: Callable
     assert failed.update == 8
 
 
-def test_a_process_whose_device_cannot_be_released_is_no_survivor(
-    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_keeps_its_device_is_lost(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_training: Any) -> None:
         raise poptorch.Error("Application runtime error: the device is in an error state")
 
@@ -273,9 +265,7 @@ def test_a_resumed_run_continues_its_random_numbers(tmp_path: Path, only_own: No
     assert repeated["weights_sha256"] != whole["weights_sha256"]
 
 
-def test_a_checkpoint_of_ipus_continues_on_the_emulated_sdk_and_back(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_checkpoint_of_ipus_continues_on_the_emulation(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     run(tmp_path / "emulated", "--updates", "2")
     request.getfixturevalue("only_own")
     run(tmp_path / "ipus", "--updates", "4", "--resume", str(tmp_path / "emulated"))

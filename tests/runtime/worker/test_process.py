@@ -118,9 +118,7 @@ def test_each_warning_is_taken_once_with_its_place(record: WarningRecord) -> Non
     assert record.take() == ()
 
 
-def test_warnings_of_python_and_of_the_sdk_are_still_shown(
-    record: WarningRecord, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warnings_of_python_and_the_sdk_are_shown(record: WarningRecord, caplog: pytest.LogCaptureFixture) -> None:
     shown = []
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: shown.append(str(message))
@@ -235,9 +233,7 @@ def test_a_plain_error_of_poptorch_can_be_that_of_a_peer(error: Exception, is_of
         (PeerFailed("rank 1 has ended"), None),
     ],
 )
-def test_an_error_of_the_core_means_that_the_state_of_the_device_is_unknown(
-    error: Exception, action: Optional[str]
-) -> None:
+def test_after_an_error_of_the_core_the_device_state_is_unknown(error: Exception, action: Optional[str]) -> None:
     assert collectives.device_failure(error) == action
 
 

@@ -67,7 +67,7 @@ def test_a_constant_rate_is_set_once_for_the_whole_run(make: Callable[..., Plan]
 
 
 @pytest.mark.parametrize("velocity", [None, 7.0])
-def test_the_loss_scaling_and_that_of_a_combined_velocity_change_together(
+def test_the_loss_and_the_velocity_scaling_change_together(
     make: Callable[..., Plan], velocity: Optional[float]
 ) -> None:
     training: Dict[str, Any] = {"lr_schedule": "constant", "warmup_updates": 0, "epochs": 2}
@@ -101,9 +101,7 @@ def test_the_loss_scaling_and_that_of_a_combined_velocity_change_together(
         (lambda network: None, "returned a NoneType; it returns a list of groups"),
     ],
 )
-def test_optimizers_in_place_of_groups_are_refused_with_the_reason(
-    make: Callable[..., Plan], made: Any, words: str
-) -> None:
+def test_optimizers_in_place_of_groups_are_refused(make: Callable[..., Plan], made: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=f"parameter_groups of the task {words}"):
         optimizers.build_optimizer(make().config, made(nn.Linear(2, 2)))
 
@@ -152,9 +150,7 @@ def test_the_norms_are_measured_before_clipping_and_change_no_bit(tmp_path: Path
     assert [each["learning_rate"] for each in logged][::2] == [each["learning_rate"] for each in logged][1::2]
 
 
-def test_what_cannot_be_logged_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[..., Plan]
-) -> None:
+def test_what_cannot_be_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[..., Plan]) -> None:
     assert train.main([*FLAGS, "--run-dir", str(tmp_path / "run"), "--log", "norm"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "known are grad-norm, weight-norm, update-ratio" in line
@@ -226,7 +222,7 @@ def test_the_average_is_evaluated_and_is_the_start_of_a_fine_tuning(tmp_path: Pa
         ([], 1),
     ],
 )
-def test_the_average_reads_the_weights_only_when_it_is_due(
+def test_the_average_reads_only_when_it_is_due(
     flags: List[str], reads: int, tmp_path: Path, moves: Counter[str]
 ) -> None:
     command(tmp_path / "run", *flags, "--updates", "11", "--checkpoint-every", "99 updates")
@@ -255,9 +251,7 @@ def test_the_average_of_every_few_updates_has_their_decay(tmp_path: Path) -> Non
             assert torch.equal(averages[3][name], added)
 
 
-def test_a_resumed_run_has_the_same_average_and_cannot_begin_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_has_the_same_average_and_begins_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--ema", "0.9", "--precision", "16.16"]
     whole = command(tmp_path / "whole", *flags, "--updates", "6")
     command(tmp_path / "part", *flags, "--updates", "3")
@@ -277,9 +271,7 @@ def test_a_resumed_run_has_the_same_average_and_cannot_begin_one(
         ("--ema 0.9 --ema-every 3 --device-iterations 2", "--ema-every 3 is no multiple of --device-iterations 2"),
     ],
 )
-def test_a_wrong_interval_is_one_line(
-    flags: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_interval(flags: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--run-dir", str(tmp_path / "run"), *flags.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line

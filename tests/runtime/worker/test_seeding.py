@@ -104,7 +104,7 @@ def test_a_missing_instance_is_named_by_its_neighbours_and_a_missing_root_by_all
         results[3].result()
 
 
-def test_connections_without_the_secret_are_rejected_and_do_not_disturb(
+def test_connections_without_the_secret_are_rejected(
     peers: List[SeedingPeer], capfd: pytest.CaptureFixture[str]
 ) -> None:
     seeding = seeding_of(peers)

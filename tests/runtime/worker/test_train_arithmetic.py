@@ -73,9 +73,7 @@ def plain_torch_loop(plan: Plan) -> Dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("replicas", "accumulation", "iterations"), [(1, 1, 1), (1, 3, 1), (4, 2, 2)])
-def test_a_run_equals_a_plain_torch_loop(
-    make: Callable[..., Plan], replicas: int, accumulation: int, iterations: int
-) -> None:
+def test_it_equals_a_plain_loop(make: Callable[..., Plan], replicas: int, accumulation: int, iterations: int) -> None:
     sizes = {"gradient_accumulation": accumulation, "device_iterations": iterations, "updates": 4}
     plan = make(training=sizes, pod={"replicas": replicas}, **INLINE)
     train_inline(plan)

@@ -57,7 +57,7 @@ def test_several_instances_and_what_only_ray_has_need_ray(make: Callable[..., Pl
     assert "without Ray" not in tables.render_brief(plan)
 
 
-def test_ipus_need_ray_whose_sdk_stops_the_threads_of_its_process(
+def test_ipus_and_their_sdk_need_ray(
     make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert not with_fleet(make(pod=ONE, run={"device": "ipu"})).is_inline

@@ -107,9 +107,7 @@ def distrust_of(address: str) -> str:
 
 
 @pytest.mark.usefixtures("processes")
-def test_another_machine_gets_the_token_if_a_raylet_of_this_user_belongs_to_its_cluster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_machine_gets_the_token_if_a_raylet_here_belongs_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["/a/raylet", "-c", "import sys; sys.stdin.read()", "--gcs-address=10.0.0.1:6379"]
     with subprocess.Popen(words, executable=sys.executable, stdin=subprocess.PIPE) as raylet:
         assert wait_until(lambda: "/a/raylet" in Path(f"/proc/{raylet.pid}/cmdline").read_text())
@@ -120,9 +118,7 @@ def test_another_machine_gets_the_token_if_a_raylet_of_this_user_belongs_to_its_
         assert distrust_of("10.0.0.1:6379").startswith("no Ray node of uid 12345 on this machine")
 
 
-def test_the_drivers_of_a_cluster_are_known_without_those_of_ray(
-    processes: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drivers_of_a_cluster_are_known_except_rays(processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # which the next line sets
     from ray.core.generated import gcs_service_pb2
 
@@ -148,9 +144,7 @@ def test_the_drivers_of_a_cluster_are_known_without_those_of_ray(
         (stop_cluster.__file__, ["no-such-cluster"], {"found": 0, "left": 0}),
     ],
 )
-def test_files_that_are_sent_to_hosts_need_only_python(
-    file: str, arguments: List[str], expected: Dict[str, object]
-) -> None:
+def test_files_for_hosts_need_only_python(file: str, arguments: List[str], expected: Dict[str, object]) -> None:
     command = [sys.executable, "-I", "-S", "-", *arguments]
     done = subprocess.run(command, input=Path(file).read_text(), capture_output=True, text=True, timeout=60, check=True)
     assert expected.items() <= json.loads(done.stdout).items()

@@ -59,9 +59,7 @@ def raises(error: Exception, ready_s: float = 0.0, is_of_peer: bool = False) -> 
     return Ref(Outcome(cloudpickle.dumps(error), f"cause {error}", "trace", is_of_peer), ready_s)
 
 
-def test_results_are_in_instance_order_and_the_output_is_passed_on(
-    ray: ScriptedRay, connect: Connect, written: List[Any]
-) -> None:
+def test_results_are_in_order_and_output_is_passed_on(ray: ScriptedRay, connect: Connect, written: List[Any]) -> None:
     found = connect(returns("a", ray.now_s + 400.0), returns("b"))
     assert found.call(b"", None) == ["a", "b"]
     assert written == [(0, STDOUT, b"line"), (1, STDOUT, b"line")]
@@ -180,7 +178,7 @@ def test_the_last_values_are_exported_at_the_end(metrics: Metrics, export: Calla
     ]
 
 
-def test_counters_are_increased_by_what_is_new_and_gauges_are_always_recorded(
+def test_counters_increase_by_what_is_new_and_gauges_repeat(
     metrics: Metrics, export: Callable[..., RayMetrics]
 ) -> None:
     values = iter([2, 5, 5, 1])  # 1: the host was started again

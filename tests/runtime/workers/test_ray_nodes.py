@@ -121,7 +121,7 @@ def test_the_hosts_that_ray_drains_are_left_by_instances_and_copies(ray: Scripte
 
 
 @pytest.mark.parametrize("missing", ["module", "function"])
-def test_a_ray_without_the_private_api_has_no_draining_nodes(
+def test_a_ray_without_the_private_api(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str
 ) -> None:
     def import_module(name: str) -> Any:
@@ -153,9 +153,7 @@ def room_of(ray: ScriptedRay, plan: Plan, log: Callable[[str], None] = print) ->
     return HostRoom(ray, plan, log)
 
 
-def test_an_emulated_host_has_room_for_the_replicas_that_the_plan_puts_on_it(
-    ray: ScriptedRay, draining: Set[str]
-) -> None:
+def test_an_emulated_host_has_room_for_the_replicas_of_the_plan(ray: ScriptedRay, draining: Set[str]) -> None:
     room = room_of(ray, plan_on("a,b,c"))
     assert room.alive() == room.responsive() == [Room("a", 2), Room("b", 2), Room("c", 2)]
     draining.add("b")
@@ -178,9 +176,7 @@ def test_silent_and_dead_hosts_are_left_out(ray: ScriptedRay, draining: Set[str]
     assert room_of(ray, plan_on("a,b,c")).responsive() == []
 
 
-def test_a_wait_ends_when_there_is_enough_or_the_run_is_stopped_or_its_time_is_over(
-    ray: ScriptedRay, draining: Set[str]
-) -> None:
+def test_a_wait_ends_with_enough_room_with_the_run_and_with_its_time(ray: ScriptedRay, draining: Set[str]) -> None:
     lines: List[str] = []
     ray.found_nodes = [node("a")]
     room, began_s = room_of(ray, plan_on("a,b,c", wait_hosts=60), lines.append), ray.now_s

@@ -81,9 +81,7 @@ def test_an_instance_is_replaced_on_its_host_and_in_its_part_of_the_reservation(
 
 
 @pytest.mark.parametrize("silent_s", [NEVER, -1.0])
-def test_a_host_that_does_not_respond_is_left_for_an_unused_one_then_for_a_used_one(
-    ray: ScriptedRay, silent_s: float
-) -> None:
+def test_a_silent_host_is_left_for_an_unused_one_then_for_a_used_one(ray: ScriptedRay, silent_s: float) -> None:
     scene, began_s = Scene(ray), ray.now_s
     scene.ready_s.update(a=0.0, b=silent_s, c=silent_s)
     assert scene.start([1], may_share_hosts=True) == {1: "a"}
@@ -108,9 +106,7 @@ def test_two_lost_instances_are_replaced_on_hosts_of_their_own_and_none_if_one_h
 
 @pytest.mark.parametrize("may_share", [True, False])
 @pytest.mark.parametrize("dead", ["ab", "b"])
-def test_instances_of_two_lost_hosts_are_replaced_on_two_spare_ones(
-    ray: ScriptedRay, may_share: bool, dead: str
-) -> None:
+def test_instances_of_two_lost_hosts_are_on_two_spare_ones(ray: ScriptedRay, may_share: bool, dead: str) -> None:
     scene = Scene(ray, "abcd")
     ray.found_nodes.append(node("d"))
     scene.ready_s.update(dict.fromkeys("abcd", 0.0))

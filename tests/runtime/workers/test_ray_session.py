@@ -131,7 +131,7 @@ def test_a_local_session_starts_only_the_processes_that_it_uses(ray: FakeRay, un
     assert Node().start_all() == ["gcs", *["not needed"] * 3]
 
 
-def test_a_local_session_uses_a_folder_of_this_user_alone(
+def test_the_folder_of_a_session(
     ray: FakeRay, unopened: RaySession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = []
@@ -173,7 +173,7 @@ def test_ctrl_c_while_ray_shuts_down_takes_effect_after_it(ray: FakeRay, unopene
     assert ray.done[1:] == ["shutdown", "processes"]
 
 
-def test_a_folder_that_is_too_long_for_a_socket_is_an_error_before_ray_starts(
+def test_too_long_a_folder_for_a_socket(
     ray: FakeRay, unopened: RaySession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 107 - len(f"/ray/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store")
@@ -189,7 +189,7 @@ def test_a_folder_that_is_too_long_for_a_socket_is_an_error_before_ray_starts(
     assert ray.done == done
 
 
-def test_a_session_that_does_not_start_is_tried_again_for_longer_and_then_an_error_in_one_line(
+def test_a_session_that_does_not_start_is_tried_for_longer_each_time(
     ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits, now_s, services, said = [], [0.0], ray._private.services, []
@@ -245,7 +245,7 @@ def test_a_session_that_starts_in_the_second_try_is_as_any_other(ray: FakeRay, u
     assert ray.done[3:] == ["shutdown", "processes"]
 
 
-def test_a_session_can_be_closed_after_an_interrupted_import_of_ray(
+def test_a_session_closes_after_an_interrupt(
     ray: FakeRay, unopened: RaySession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(name: str) -> Any:
@@ -281,9 +281,7 @@ def test_the_host_of_a_cluster_is_joined_with_its_admission(ray: FakeRay, monkey
 
 
 @pytest.mark.parametrize("foreign", ["", "owner", "link", "writable"])
-def test_only_a_file_of_this_user_names_the_running_cluster(
-    foreign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_an_own_file_names_the_cluster(foreign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr(ray_session, "_accepts_connections", bool)
     file = tmp_path / "ray" / "ray_current_cluster"
@@ -307,9 +305,7 @@ def test_another_kind_of_address_is_an_error(address: str, monkeypatch: pytest.M
         ray_session.running_cluster(None)
 
 
-def test_a_dead_cluster_that_ray_address_names_is_named_with_it(
-    unopened: RaySession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_cluster_of_ray_address_is_named_so(unopened: RaySession, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gcs, "check", lambda *_, **__: gcs.Answer(gcs.SILENT, "refused", b""))
     monkeypatch.setenv("RAY_ADDRESS", "h:1")
     with pytest.raises(ClusterError, match=r"^no Ray cluster responds at h:1: refused; correct RAY_ADDRESS, or unset"):
@@ -353,7 +349,7 @@ def test_a_join_that_hangs_exits_after_the_timeout() -> None:
         (["a process of uid 7"] * 20, 100, 10),
     ],
 )
-def test_a_head_that_is_silent_for_long_is_lost(
+def test_a_silent_head_is_lost(
     monkeypatch: pytest.MonkeyPatch, details: List[str], closed_after: int, requests: Any
 ) -> None:
     asked, threads = [], []

@@ -222,9 +222,7 @@ def test_a_call_on_ipus_may_take_minutes_but_not_without_the_others(fleet: Fleet
 
 
 @pytest.mark.parametrize("loads_s", [60.0, 120.0])
-def test_an_evaluation_that_loads_its_program_is_not_ended_by_a_request_that_it_cannot_answer(
-    fleet: Fleet, loads_s: float
-) -> None:
+def test_an_evaluation_that_loads_is_not_ended_by_another_request(fleet: Fleet, loads_s: float) -> None:
     for stream in fleet.streams:
         stream.end_s = 0.0
     fleet.follow()
@@ -333,7 +331,7 @@ def test_the_time_in_which_the_whole_host_stood_still_makes_no_instance_stuck(fl
     assert lost(broken) == [(2, "silent")]
 
 
-def test_a_pause_while_the_survivors_end_their_calls_makes_none_stuck(
+def test_no_survivor_is_stuck_in_a_pause(
     make: Callable[..., Plan], ray: ScriptedRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pod, bounds = {"replicas": 4, "num_instances": 4}, {"silent_after_s": 6, "stop_timeout_s": 10}
@@ -464,7 +462,7 @@ def test_a_process_that_ended_without_a_message_is_described_in_plain_words(rest
         ("what(): no device", "its process died: it crashed (what(): no device)"),
     ],
 )
-def test_a_known_cause_replaces_what_ray_supposes(
+def test_a_known_cause_counts(
     monkeypatch: pytest.MonkeyPatch, make: Callable[..., Plan], exception: str, cause: str
 ) -> None:
     monkeypatch.setattr(ray_wait, "exception_in", lambda log_file, header: exception)

@@ -48,20 +48,18 @@ def test_a_repair_without_a_usable_device_repeats_the_updates_since_the_snapshot
             disturbed = run(plan, [(KILLED_AT, send(signal.SIGKILL, 1))])
             (repair,) = disturbed.repairs
             assert sorted(disturbed.lost) == [(0, "device"), (1, "died")]
+            assert disturbed.losses[-1].recovery_action == "IPU_RESET"
+            assert (repair.lost, starts(plan)) == ((0, 1), [2, 2])
             assert_undisturbed(plan, disturbed, undisturbed)  # and `verify-data` proves the samples
             repeated = max(calls_before(plan, repair.generation)) - repair.update
-            if every:
-                assert repair.seeded_from.startswith("the snapshot of host ")
-                assert repeated <= EVERY
-            else:
-                assert Path(repair.seeded_from).name == "update-00000010"
-                assert repeated >= KILLED_AT - 10
+            source = "the snapshot of host " if every else f"{plan.run_dir}/checkpoints/update-00000010"
+            assert repair.seeded_from.startswith(source)
+            assert repeated <= EVERY if every else repeated >= KILLED_AT - 10
         section = {"pod": {"num_instances": 2}, "run": {"snapshot_every": EVERY, "max_restarts": 0}}
         ended = plan_of("ended", Cluster("two", hosts), **section)
         with pytest.raises(InstanceFailed, match="failed"):
             run(ended, [(KILLED_AT, send(signal.SIGKILL, 1))])
-    newest, _ = newest_valid(checkpoints_folder(ended.run_dir))
-    assert newest is not None
+    newest: Any = newest_valid(checkpoints_folder(ended.run_dir))[0]
     assert newest.update >= KILLED_AT - EVERY
     assert newest.update % 10
     resumed = plan_of("ended", pod={"num_instances": 1}, run={"fleet": "inline", "resume": ended.run_dir})
@@ -104,7 +102,7 @@ def data(folder):
 """
 
 
-def test_a_standby_continues_as_the_killed_instance_and_another_one_starts(
+def test_a_standby_replaces_a_killed_instance_and_another_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "marked_data.py").write_text(DATA)

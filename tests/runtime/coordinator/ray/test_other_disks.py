@@ -85,7 +85,6 @@ def test_checkpoints_are_sent_to_the_disk_of_the_coordinator_and_loaded_from_it(
     assert outcome.updates == list(range(21, 61))
     assert [Path(repair.seeded_from) for repair in outcome.repairs] == [checkpoints / "update-00000040"]
     shutil.rmtree(str(run_dir))
-    whole = plan_for(
-        tmp_path, run={"fleet": "inline"}, pod={"num_instances": 1}, training={"updates": 60, "lr_schedule": "constant"}
-    )
-    assert run(whole).sha256 == outcome.sha256
+    training = {"updates": 60, "lr_schedule": "constant"}
+    whole = run(plan_for(tmp_path, run={"fleet": "inline"}, pod={"num_instances": 1}, training=training))
+    assert whole.sha256 == outcome.sha256

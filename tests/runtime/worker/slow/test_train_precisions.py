@@ -30,7 +30,7 @@ VIT = {"model": "vit_tiny", "optimizer": "adam", "learning_rate": 0.001, "update
         ({"optimizer": "adamw", "learning_rate": 0.003}, 0.8, torch.float32),
     ],
 )
-def test_half_precision_and_the_other_optimizers_train(
+def test_precisions_and_optimizers_train(
     make: Callable[..., Plan], flags: Any, least: float, dtype: torch.dtype
 ) -> None:
     plan = make(training={"updates": 60, **flags}, run={"fleet": "inline", "device": "emulated"})

@@ -160,9 +160,7 @@ def test_other_users_neither_reach_a_template_nor_stand_for_one(host: Host, monk
 
 
 @pytest.mark.parametrize("logs", [None, "long" * 30], ids=["no logs", "no place for the socket"])
-def test_a_raylet_that_cannot_use_the_template_is_started_as_it_is(
-    processes: None, tmp_path: Path, logs: Optional[str]
-) -> None:
+def test_a_raylet_without_a_template_is_started_as_it_is(processes: None, tmp_path: Path, logs: Optional[str]) -> None:
     template, services = ray_template.Template(), Services()
     command = ["/raylet/raylet", f"--python_worker_command={sys.executable}"]
     command += [f"--log_dir={tmp_path / logs}"] if logs else []
@@ -208,7 +206,7 @@ def test_the_template_ends_with_the_raylet(host: Host) -> None:
     assert wait_until(lambda: psutil.Process(host.template.pid).status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_template_whose_packages_start_threads_forks_nothing(
+def test_packages_that_start_threads_forbid_forks(
     processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread = "import threading, time; threading.Thread(target=time.sleep, args=(300,)).start()"

@@ -51,9 +51,7 @@ def is_of_ray(process: psutil.Process) -> bool:
         return False
 
 
-def test_a_signal_to_the_process_group_ends_a_run_and_all_its_processes(
-    start_command: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_signal_to_the_group_ends_a_run_with_its_processes(start_command: Callable[..., Any], tmp_path: Path) -> None:
     for folder in (tmp_path / "starts", tmp_path / "trains"):
         command = start_command(folder)
         train = psutil.Process(command.pid)
@@ -94,7 +92,7 @@ def head() -> Iterator[List[psutil.Process]]:
             (Path(os.environ["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").unlink()
 
 
-def test_the_loss_of_the_head_ends_a_run_with_one_line(
+def test_the_loss_of_the_head_ends_it(
     head: List[psutil.Process], start_command: Callable[..., Any], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"

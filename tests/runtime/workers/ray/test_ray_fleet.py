@@ -81,9 +81,7 @@ def nothing_is_left(ray: Any) -> bool:
     return not instance_processes() and all(group["state"] == "REMOVED" for group in groups)
 
 
-def test_instances_have_their_environment_and_network_and_heartbeats(
-    ray: Any, two_hosts: Cluster, tmp_path: Path
-) -> None:
+def test_instances_have_environment_network_and_heartbeats(ray: Any, two_hosts: Cluster, tmp_path: Path) -> None:
     fleet = RayFleet(plan_for(tmp_path, two_hosts))
     try:
         assert [each.host for each in fleet.start()] == [host.name for host in two_hosts.hosts]
@@ -136,9 +134,7 @@ def fail(folder): return Data(2000, "fail"), Data(8, ""), 2
 """
 
 
-def test_an_instance_that_fails_or_dies_during_a_segment_is_named_while_the_others_wait(
-    ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_instance_that_fails_or_dies_is_named(ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bad_data.py").write_text(DATA)
     monkeypatch.chdir(tmp_path)
     causes = {"fail": r"OSError: the disk is gone \(bad_data.py:\d+, in __getitem__\)", "die": "its process died: .*"}
@@ -236,9 +232,7 @@ def disk_class() -> type:
     return Disk
 
 
-def test_an_instance_uses_an_object_on_another_host_which_starts_again_on_the_coordinators(
-    ray: Any, two_hosts: Cluster
-) -> None:
+def test_an_instance_uses_an_object_on_another_host_that_starts_again(ray: Any, two_hosts: Cluster) -> None:
     server = serve_here(ray, disk_class(), "ab")
     use = ray.remote(lambda copy: [copy.result(copy.request("append", bytes(3 << 20)), 60) for _ in range(2)])
     assert ray.get(use.remote(server), timeout=COMMAND_S) == [2 + (3 << 20), 2 + 2 * (3 << 20)]
