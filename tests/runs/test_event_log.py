@@ -15,17 +15,6 @@ import pytest
 
 from raypod import events
 from raypod.errors import ConfigError, InstanceFailed, LeaseLost, Preempted
-from raypod.events import (
-    CallDone,
-    CallTimes,
-    CheckpointBegun,
-    EvaluationDone,
-    InstanceStarted,
-    PhaseBegun,
-    Repaired,
-    RunStarted,
-    UpdateDone,
-)
 from raypod.observe.logs.command import _kinds
 from raypod.observe.monitor.run_source import event_lines
 from raypod.observe.report import timeline
@@ -55,10 +44,10 @@ def fail(log: EventLog, error: BaseException, *before: Any) -> None:
 def test_events_but_updates_and_calls_are_lines_and_a_truncated_line_stays_separate(tmp_path: Path) -> None:
     (tmp_path / EVENTS).write_text('{"unix_s": 1, "eve')
     with EventLog(tmp_path, {"total_updates": 4}) as log:
-        log.on_event(PhaseBegun("training", 0))
-        log.on_event(UpdateDone(1, 1, {"loss": 1.0}, 1, 1.0, 1.0))
-        log.on_event(CallDone(0, ()))
-        log.on_event(EvaluationDone(2, {"loss": float("nan")}, 1, 1))
+        log.on_event(events.PhaseBegun("training", 0))
+        log.on_event(events.UpdateDone(1, 1, {"loss": 1.0}, 1, 1.0, 1.0))
+        log.on_event(events.CallDone(0, ()))
+        log.on_event(events.EvaluationDone(2, {"loss": float("nan")}, 1, 1))
     broken, *lines = (tmp_path / EVENTS).read_text().splitlines()
     assert broken == '{"unix_s": 1, "eve'
     first, phase, evaluation = map(json.loads, lines)
@@ -70,23 +59,21 @@ def test_events_but_updates_and_calls_are_lines_and_a_truncated_line_stays_separ
 def test_a_loss_of_power_keeps_the_time_before_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed = FlushedFiles(monkeypatch)
     with EventLog(tmp_path, {}) as log:
-        log.on_event(PhaseBegun("training", 0))
-        log.on_event(CheckpointBegun(1))
+        log.on_event(events.PhaseBegun("training", 0))
+        log.on_event(events.CheckpointBegun(1))
         assert len(lines_of(tmp_path)) == 3
         assert (tmp_path / EVENTS).stat().st_size == flushed.size_of(tmp_path / EVENTS)
     monkeypatch.setattr(event_log, "_SYNC_INTERVAL_S", -1.0)
     with EventLog(tmp_path, {}) as log:
-        log.on_event(PhaseBegun("training", 0))
+        log.on_event(events.PhaseBegun("training", 0))
         assert (tmp_path / EVENTS).stat().st_size == flushed.size_of(tmp_path / EVENTS)
 
 
 def test_pairs_become_objects_at_any_depth() -> None:
-    started = InstanceStarted(0, "a", 1, "emulated", "", 1, (("load data", 2.0),), "", (("torch", "2"),))
-    fields = fields_of(RunStarted("emulated", "", 0, 1, (("meet", 1.0),), 1, (started,)))
-    assert fields["seconds"] == {"meet": 1.0}
-    assert fields["instances"][0]["seconds"] == {"load data": 2.0}
-    assert fields["instances"][0]["versions"] == {"torch": "2"}
-    assert event_name(RunStarted) == "run_started"
+    started = events.InstanceStarted(0, "a", 1, "emulated", "", 1, (("load data", 2.0),), "", (("torch", "2"),))
+    fields = fields_of(events.RunStarted("emulated", "", 0, 1, (("meet", 1.0),), 1, (started,)))
+    assert (fields["seconds"], fields["instances"][0]["seconds"]) == ({"meet": 1.0}, {"load data": 2.0})
+    assert (fields["instances"][0]["versions"], event_name(events.RunStarted)) == ({"torch": "2"}, "run_started")
 
 
 def test_a_failure_and_an_interruption_are_the_last_line_but_not_a_lost_folder(tmp_path: Path) -> None:
@@ -106,7 +93,7 @@ def test_repairs_are_counted_over_all_starts(tmp_path: Path) -> None:
     for restarts in ((1, 2, 2), (), (1,)):  # the third one of the first start moved instances away from a drained host
         with EventLog(tmp_path, {}) as log:
             for number in restarts:
-                log.on_event(Repaired((0,), ("a",), "instance 1", 4, 0.1, number, 2))
+                log.on_event(events.Repaired((0,), ("a",), "instance 1", 4, 0.1, number, 2))
     with (tmp_path / EVENTS).open("a") as file:
         file.write('{"unix_s": 1, "event": "repaired", "rest')
     assert restarts_in(tmp_path) == 3
@@ -150,20 +137,20 @@ def fields(event_type: type) -> Set[str]:
 
 def test_every_event_of_a_run_has_its_fields() -> None:
     found = documented()
-    logged = [each for each in typing.get_args(events.Event) if each not in (UpdateDone, CallDone)]
+    logged = [each for each in typing.get_args(events.Event) if each not in (events.UpdateDone, events.CallDone)]
     of_run = {name: tables[0] for name, tables in found.items() if not re.match("process_|call_times", name)}
     assert of_run == {event_name(each): fields(each) - {"details"} for each in logged}  # those are in `test.json`
-    assert found["run_started"][1] == fields(InstanceStarted)
+    assert found["run_started"][1] == fields(events.InstanceStarted)
 
 
 def test_the_lines_of_the_process_and_of_the_calls_have_their_fields(tmp_path: Path, make: Callable[..., Plan]) -> None:
     plan, found = make(), documented()
-    instances = tuple(InstanceStarted(each, "a", 1, "emulated", "", 1, ()) for each in range(2))
-    times = CallDone(0, (), tuple(CallTimes(each, 1.0, 0.0, 0.5) for each in range(2)))
+    instances = tuple(events.InstanceStarted(each, "a", 1, "emulated", "", 1, ()) for each in range(2))
+    times = events.CallDone(0, (), tuple(events.CallTimes(each, 1.0, 0.0, 0.5) for each in range(2)))
     counts = {"total_updates": 4, **topology_summary(plan)}
     for error in (InstanceFailed(1, "a", "it broke", "log"), KeyboardInterrupt(), Preempted("preempted", 85)):
         with pytest.raises(type(error)), EventLog(tmp_path, counts) as log:
-            fail(log, error, RunStarted("emulated", "", 0, 1, (), 1, instances), times, times)
+            fail(log, error, events.RunStarted("emulated", "", 0, 1, (), 1, instances), times, times)
     lines = lines_of(tmp_path)
     written = {line["event"]: set(line) - {"unix_s", "event"} for line in lines}
     for kind in ("process_started", "process_failed", "process_interrupted", "process_preempted", "call_times"):

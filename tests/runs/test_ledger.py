@@ -153,13 +153,11 @@ def test_a_truncated_line_does_not_affect_the_others(make: Callable[..., Plan], 
         GenerationStarted(2, 1, 2, 4, 1),
         CallRecord(2, 1, 0, 32, 32, {0: "aa", 1: "bb"}),
     ]
-    assert unreadable == [3, 6]
-    assert ledger.last_generation(plan.run_dir) == 2
+    assert (unreadable, ledger.last_generation(plan.run_dir)) == ([3, 6], 2)
 
 
 def test_a_folder_without_a_ledger_is_a_user_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify-data", str(tmp_path)]) == 2
-    assert main(["verify-data", str(tmp_path / "nowhere")]) == 2
+    assert (main(["verify-data", str(tmp_path)]), main(["verify-data", str(tmp_path / "nowhere")])) == (2, 2)
     assert main(["verify-data"]) == 2
     (tmp_path / layout.LEDGER).write_text(json.dumps({"generation": 1}))
     assert main(["verify-data", str(tmp_path)]) == 2

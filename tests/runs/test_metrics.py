@@ -74,8 +74,7 @@ def test_throughput_excludes_the_first_call_and_pauses(make: Callable[..., Plan]
         metrics.add(report(0, [[1.0] * 4], [[0] * 4], first=call), now)
     metrics.begin_segment(50.0)  # after an evaluation
     metrics.add(report(0, [[1.0] * 4], [[0] * 4], first=2), 51.0)
-    assert metrics.samples_per_s == 32.0
-    assert metrics.first_update_s == 10.0
+    assert (metrics.samples_per_s, metrics.first_update_s) == (32.0, 10.0)
     metrics = MetricsAggregator(make(pod={"num_instances": 1}), 0.0)
     done = [metrics.add(report(0, [[1.0] * 4], [[0] * 4], call), now)[0] for call, now in enumerate((10.0, 10.25))]
     assert [each.samples_per_s for each in done] == [3.2, 128.0], "nor does it count for the next ones"
@@ -393,8 +392,7 @@ def test_lines_that_a_full_disk_keeps_from_being_dropped_stay(tmp_path: Path, mo
     lines.drop_after(1)
     disk.free_bytes = None
     lines.close()
-    assert updates_in(path) == [1, 2, 3, 2]
-    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert (updates_in(path), [each.name for each in tmp_path.iterdir()]) == ([1, 2, 3, 2], ["metrics.jsonl"])
     lines = JsonLines(tmp_path / "other.jsonl", UpdateDone, 0, warnings.append)
     for number in (1, 2):
         lines.on_event(update(number))

@@ -185,8 +185,7 @@ def test_a_quiet_run_shows_what_went_wrong_and_the_result(shown: Shown) -> None:
     out, err = shown(*events, err=Terminal(), detail=QUIET)
     warning, result = out.splitlines()
     assert warning.startswith("warning: cannot write the checkpoint checkpoints/b: no space left")
-    assert result == "Test accuracy: 98.61 % of 360 images (loss 0.050)"
-    assert err == ""
+    assert (result, err) == ("Test accuracy: 98.61 % of 360 images (loss 0.050)", "")
 
 
 def test_the_plan_begins_with_what_is_trained(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,5 +319,4 @@ def test_a_slow_call_does_not_multiply_the_remaining_time(slow: int, most: float
 
 def test_a_run_that_becomes_slower_is_followed() -> None:
     rows = left_of(2000, lambda update: 0.2 if update < 500 else 1.0)
-    assert rows[400][0] == pytest.approx(0.2 * 1600, rel=0.02)
-    assert rows[900][0] == pytest.approx(1100, rel=0.1)
+    assert (rows[400][0], rows[900][0]) == (pytest.approx(0.2 * 1600, rel=0.02), pytest.approx(1100, rel=0.1))

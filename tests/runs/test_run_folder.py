@@ -115,8 +115,7 @@ def test_the_same_command_continues_a_resumed_run(
         assert summary_of(new)["weights_sha256"] == whole["weights_sha256"]
         assert [line["update"] for line in lines_of(new / "metrics.jsonl")] == [4, 5, 6]
         cut_off(new, 6)
-    assert starts_of(new) == [3, 4, 3, 4]
-    assert command("--resume", str(folder), *last, "--seed", "7") == 2
+    assert (starts_of(new), command("--resume", str(folder), *last, "--seed", "7")) == ([3, 4, 3, 4], 2)
     assert "training.seed is 42 and this run's is 7" in capsys.readouterr().err
     assert command(*QUICK, "--updates", "3", "--run-dir", str(other)) == 0
     assert command("--resume", str(other), *last) == 2
@@ -259,8 +258,7 @@ def test_a_resumed_run_counts_the_repairs_before_and_the_page_has_every_key_of_t
     assert summary_of(folder)["restarts"] == 0
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"event": "repaired", "restarts": 2}\n')
-    assert command("--resume", str(folder), "--updates", "4") == 0
-    assert summary_of(folder)["restarts"] == 2
+    assert (command("--resume", str(folder), "--updates", "4"), summary_of(folder)["restarts"]) == (0, 2)
     table = (DOCS / "reference/run-folder.md").read_text().partition("## summary.json\n")[2].partition("\n## ")[0]
     named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
     assert {*summary_of(folder)} <= {*named}
@@ -351,13 +349,11 @@ def test_a_run_ends_when_its_state_says_so_and_its_process_exits(
     assert exit_code_of(watch) == 1
     write(tmp_path, state(started_ticks=1))  # a coordinator that is gone
     found = RunEndWatch(tmp_path).poll()
-    assert found is not None
     assert (found.exit_code, found.state.update) == (None, 3)
 
 
 def exit_code_of(watch: RunEndWatch) -> Optional[int]:
     found = watch.poll()
-    assert found is not None
     return found.exit_code
 
 

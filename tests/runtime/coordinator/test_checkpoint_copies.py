@@ -396,7 +396,6 @@ class MovesToOtherDisk(OtherDisk):
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
         """Replace the instance; nothing has its state."""
         assert self._there is not None
-        assert self._instance is not None
         self._instance.finish_saves()
         self._instance.close()
         self._plan, self._there = on_disk(self._plan, self._there), None
@@ -455,8 +454,7 @@ def test_a_run_resumes_from_the_disk_of_the_coordinator(make: Make, tmp_path: Pa
     plan = plan_for(make, 14)
     fleet = OtherDisk(plan, tmp_path / "another")
     events = events_of(plan, fleet, resumed=resumed)
-    assert updates_of(events) == list(range(7, 15))
-    assert ended(events).weights_sha256 == whole.weights_sha256
+    assert (updates_of(events), ended(events).weights_sha256) == (list(range(7, 15)), whole.weights_sha256)
     assert set(fleet.servers[0].methods) == {"read"}
 
 
@@ -473,8 +471,7 @@ def test_a_failure_to_send_is_a_warning_while_an_older_checkpoint_exists(make: M
     failed = of(events, CheckpointFailed)
     assert "differ from those that were sent" in failed[0].cause
     saved = [event.path for event in events[: events.index(failed[0])] if isinstance(event, CheckpointSaved)]
-    assert failed[0].previous == saved[-1]
-    assert ended(events).updates == 40
+    assert (failed[0].previous, ended(events).updates) == (saved[-1], 40)
 
 
 def test_a_first_checkpoint_that_cannot_be_sent_or_whose_folder_cannot_be_created_ends_the_run(

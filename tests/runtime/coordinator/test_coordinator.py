@@ -365,8 +365,7 @@ def test_training_stops_after_max_unsaved(
     events = events_of(plan, fleet)
     assert updates_of(events) == list(range(1, 21))
     waits = [(each.update, each.waits_s) for each in of(events, CheckpointFailed) if each.waits_s]
-    assert waits == ([] if waits_at is None else [(waits_at, WAIT_S)])
-    assert (fleet.waited_s > 100) == bool(waits)
+    assert (waits, fleet.waited_s > 100) == ([] if waits_at is None else [(waits_at, WAIT_S)], bool(waits))
     assert of(events, CheckpointSaved)[1].update == (waits_at or 14)  # with 60 minutes: the first after 800 s
     assert only(events, RunEnded).updates == 20
 
@@ -375,8 +374,7 @@ def test_a_disk_without_space_ends_the_run_after_a_stated_time(make: Make, monke
     plan, events = plan_with_retries(make, max_unsaved="1 checkpoint"), []  # type: ignore[var-annotated]
     fleet = DiskFills(plan, monkeypatch, 200.0, 1e9)
     error = ended_by(plan, fleet, events)
-    assert fleet.waited_s == pytest.approx(WAIT_S)
-    assert updates_of(events) == [1, 2, 3, 4, 5]
+    assert (fleet.waited_s, updates_of(events)) == (pytest.approx(WAIT_S), [1, 2, 3, 4, 5])
     words = f"no space after {WAIT_S:.0f} s (--save-retry-s); once the disk can be written, continue from update-2"
     assert words in str(error)
 
@@ -388,8 +386,7 @@ def test_the_first_and_the_last_checkpoint_wait_for_the_disk(make: Make, monkeyp
     assert [each.update for each in of(events, CheckpointSaved)] == [3, *range(4, 21, 2)]
     last = DiskFills(plan, monkeypatch, 1200.0, 1500.0)
     events = events_of(plan, last)
-    assert of(events, CheckpointSaved)[-1].update == 20
-    assert of(events, CheckpointFailed)[-1].waits_s == WAIT_S
+    assert (of(events, CheckpointSaved)[-1].update, of(events, CheckpointFailed)[-1].waits_s) == (20, WAIT_S)
 
 
 def test_nobody_waits_for_the_disk_once_a_stop_is_requested(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

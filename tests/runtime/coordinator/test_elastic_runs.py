@@ -11,15 +11,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import pytest
 import torch
 
-from raypod.errors import (
-    CheckpointNotSaved,
-    ClusterError,
-    HostLost,
-    InstanceFailed,
-    LossNotFinite,
-    PodTooSmall,
-    Preempted,
-)
+from raypod import errors
 from raypod.events import (
     CallReport,
     CheckpointSaved,
@@ -112,7 +104,7 @@ class Pod(ScriptedFleet):
 
     def repair(self, instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
         assert not may_share_hosts
-        raise HostLost(self.hosts()[instances[0]], instances, "no other host responds", "the log")
+        raise errors.HostLost(self.hosts()[instances[0]], instances, "no other host responds", "the log")
 
     def release(self, survivors: Sequence[int]) -> Dict[int, int]:
         return dict.fromkeys(survivors, self.position)
@@ -172,8 +164,7 @@ def test_the_run_continues_after_the_update_of_a_survivor_and_grows_at_the_next_
     events = recorded(fleet)
     assert changes(events) == [(13, 4, 2, "ab"), (30, 8, 1, "abcd")]
     assert updates_of(events) == list(range(1, 41))
-    assert [event.update for event in of(events, CheckpointSaved)] == [13, 30, 40]
-    assert fleet.saved_on == [0]
+    assert ([event.update for event in of(events, CheckpointSaved)], fleet.saved_on) == ([13, 30, 40], [0])
     repairs = [(each.update, each.generation, each.restarts, len(each.lost)) for each in of(events, Repaired)]
     assert repairs == [(13, 2, 1, 2), (30, 3, 1, 4)]
     sizes = [(each["update"], each["replicas"], each["gradient_accumulation"]) for each in events[-1].resizes]
@@ -189,7 +180,7 @@ def test_a_state_that_no_disk_takes_before_the_first_checkpoint_ends_the_run(tmp
 
     fleet = Full(plan_on(tmp_path))
     fleet.fails_at = {5: (3,)}
-    with pytest.raises(CheckpointNotSaved, match="update-5.*no space.*there is no earlier checkpoint"):
+    with pytest.raises(errors.CheckpointNotSaved, match="update-5.*no space.*there is no earlier checkpoint"):
         recorded(fleet)
     assert fleet.saved_on == [0]
 
@@ -241,7 +232,7 @@ def test_an_instance_that_another_host_takes_changes_no_size_and_without_elastic
     events = recorded(fleet)
     assert (changes(events), updates_of(events)) == ([], list(range(1, 41)))
     assert only(events, Repaired).update == 13
-    with pytest.raises(HostLost, match="host d is lost, with instance 3: no other host responds"):
+    with pytest.raises(errors.HostLost, match="host d is lost, with instance 3: no other host responds"):
         recorded(Fixed(plan_on(tmp_path / "other", elastic=False)))
 
 
@@ -278,8 +269,7 @@ def test_an_instance_that_is_lost_while_it_saves_is_replaced_by_another_survivor
     fleet = Pod(plan_on(tmp_path))
     fleet.broken_saves = [lost_on(0)]
     events = recorded(fleet)
-    assert fleet.saved_on == [1]
-    assert [event.instance for event in of(events, InstanceLost)] == [3, 0]
+    assert (fleet.saved_on, [event.instance for event in of(events, InstanceLost)]) == ([1], [3, 0])
     assert updates_of(events) == list(range(1, 41))
 
 
@@ -340,22 +330,23 @@ def test_nothing_remains_of_weights_that_no_instance_and_no_checkpoint_has(tmp_p
 def test_a_loss_that_is_not_finite_in_repeated_updates_ends_the_run(tmp_path: Path) -> None:
     fleet = Changed(plan_on(tmp_path))
     fleet.fails_at, fleet.loss_on_one_host, fleet.damaged = {13: (0, 1, 2, 3)}, math.nan, ()
-    with pytest.raises(LossNotFinite, match="update 11"):
+    with pytest.raises(errors.LossNotFinite, match="update 11"):
         recorded(fleet)
 
 
-@pytest.mark.parametrize("error", [lost_on(1), ClusterError("the Ray node of b has ended"), FleetBroken((), "refused")])
+@pytest.mark.parametrize(
+    "error", [lost_on(1), errors.ClusterError("the Ray node of b has ended"), FleetBroken((), "refused")]
+)
 def test_a_failure_of_a_start_is_another_restart_and_that_of_every_start_ends_the_run(
     tmp_path: Path, error: Exception
 ) -> None:
     fleet = Pod(plan_on(tmp_path, min_hosts=1))
     fleet.broken_resizes = [error]
     events = recorded(fleet)
-    assert changes(events) == [(13, 4, 2, "ab")]
-    assert [each.restarts for each in of(events, Repaired)] == [2]
+    assert (changes(events), [each.restarts for each in of(events, Repaired)]) == ([(13, 4, 2, "ab")], [2])
     fleet = Pod(plan_on(tmp_path / "other"))
     fleet.broken_resizes = [lost_on(1)] * 4
-    with pytest.raises(InstanceFailed, match="limit --max-restarts 3 is reached"):
+    with pytest.raises(errors.InstanceFailed, match="limit --max-restarts 3 is reached"):
         recorded(fleet)
 
 
@@ -363,7 +354,7 @@ def test_a_failure_of_a_start_is_another_restart_and_that_of_every_start_ends_th
 def test_too_few_hosts_end_the_run_with_one_line_and_a_checkpoint(tmp_path: Path, is_stopped: bool) -> None:
     fleet = Pod(plan_on(tmp_path, min_hosts=3))
     fleet.wait_stops = signal.SIGTERM if is_stopped else 0
-    with pytest.raises(KeyboardInterrupt if is_stopped else HostLost) as caught:
+    with pytest.raises(KeyboardInterrupt if is_stopped else errors.HostLost) as caught:
         recorded(fleet)
     message = (
         "host d is lost, with instance 3: no power of two of replicas can continue on the hosts that respond: a (2), "
@@ -378,7 +369,9 @@ def test_a_preemption_while_a_host_is_awaited_leaves_a_checkpoint(tmp_path: Path
     fleet, stop = Pod(plan_on(tmp_path)), Stop()
     fleet.wait_stops, stop.grace_s = signal.SIGUSR1, grace_s
     if grace_s is not None:  # no time to start instances that would only end
-        with pytest.raises(Preempted, match="the checkpoint of update 13 is written; the same command continues from"):
+        with pytest.raises(
+            errors.Preempted, match="the checkpoint of update 13 is written; the same command continues from"
+        ):
             recorded(fleet, stop)
     else:
         events = recorded(fleet, stop)
@@ -405,17 +398,15 @@ def test_a_host_that_is_drained_is_left(tmp_path: Path) -> None:
     fleet = Drained(plan_on(tmp_path))
     fleet.fails_at = {}
     events = recorded(fleet)
-    assert changes(events) == [(15, 4, 2, "ac")]
-    assert of(events, Resized)[0].cause == "Ray drains host b"
-    assert [each.restarts for each in of(events, Repaired)] == [0]
-    assert updates_of(events) == list(range(1, 41))
+    assert (changes(events), of(events, Resized)[0].cause) == ([(15, 4, 2, "ac")], "Ray drains host b")
+    assert ([each.restarts for each in of(events, Repaired)], updates_of(events)) == ([0], list(range(1, 41)))
 
 
 class Late(Pod):
     """Only some hosts have joined the cluster when the run starts."""
 
     def start(self) -> List[InstanceStarted]:
-        raise PodTooSmall("pod: no Ray node is alive on c, d")
+        raise errors.PodTooSmall("pod: no Ray node is alive on c, d")
 
 
 def test_a_run_starts_on_the_hosts_that_have_joined(tmp_path: Path) -> None:
@@ -449,8 +440,7 @@ def test_the_record_stays_if_all_are_lost_before_the_first_checkpoint(tmp_path: 
     fleet = Pods(plan_on(tmp_path))
     fleet.fails_at, fleet.has_spare = {3: (0, 1)}, has_spare
     events = recorded(fleet)
-    assert changes(events) == [(0, 4, 2, "ab")]
-    assert [each.update for each in of(events, Repaired)] == [0]
+    assert (changes(events), [each.update for each in of(events, Repaired)]) == ([(0, 4, 2, "ab")], [0])
     assert only(events, RunEnded).resizes == ({"update": 0, "replicas": 4, "gradient_accumulation": 2},)
 
 
@@ -478,5 +468,5 @@ def test_a_rollback_before_a_change_is_recorded_where_training_continues(tmp_pat
 def test_a_run_without_enough_hosts_does_not_start(tmp_path: Path, pod: Dict[str, Any]) -> None:
     fleet = Late(plan_on(tmp_path, **pod))
     fleet.there = ["a", "b"]
-    with pytest.raises(ClusterError, match="no Ray node is alive on c, d"):
+    with pytest.raises(errors.ClusterError, match="no Ray node is alive on c, d"):
         recorded(fleet)

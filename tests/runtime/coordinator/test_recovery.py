@@ -182,8 +182,7 @@ def test_a_run_that_loses_all_instances_at_its_end_trains_again(make: Make) -> N
     events = events_of(plan, fleet)
     repaired, ended = only(events, Repaired), only(events, RunEnded)
     assert (repaired.seeded_from, repaired.update) == ("the beginning", 0)
-    assert fleet.called.count("save") == 2
-    assert fleet.called[-2:] == ["finish_saves", "evaluate"]
+    assert (fleet.called.count("save"), fleet.called[-2:]) == (2, ["finish_saves", "evaluate"])
     assert (ended.updates, ended.checkpoint, events[-1]) == (4, "update-4", ended)
 
 
@@ -204,8 +203,7 @@ def test_a_run_that_went_back_never_continues_from_the_later_checkpoints(make: M
     back, *_ = [save(plan, update) for update in (5, 10, 15)]
     fleet = Loads(plan, {(7, 0): broken(lost(0), lost(1))}, repairs=[{}])
     events = events_of(plan, fleet, resumed=back)
-    assert only(events, Repaired).update == 5
-    assert updates_of(events) == list(range(6, 21))
+    assert (only(events, Repaired).update, updates_of(events)) == (5, list(range(6, 21)))
     checkpoints = storage.checkpoints_folder(plan.run_dir)
     newest, damaged = newest_valid(checkpoints)
     assert (newest and newest.age, damaged) == ((2, 5), [])
@@ -231,15 +229,6 @@ def test_a_run_starts_not_again_over_checkpoints_that_cannot_be_read(make: Make)
     with pytest.raises(CheckpointDamaged, match="no checkpoint that can be read: .*update-00000002 is damaged"):
         events_of(plan, fleet)
     assert fleet.called.count("seed_weights") == 1
-
-
-def test_a_run_without_restarts_left_ends_with_its_first_failure(make: Make) -> None:
-    plan = plan_of(make, max_restarts=1)
-    fleet = Breaks(plan, {(1, 0): broken(lost(1)), (2, 0): broken(lost(0))}, repairs=[{0: 1}])
-    first = "--max-restarts 1 is reached; the first failure was: instance 1"
-    with pytest.raises(InstanceFailed, match=first) as caught:
-        events_of(plan, fleet)
-    assert caught.value.instance == 0
 
 
 @pytest.mark.parametrize(("kind", "at", "is_repaired"), [("raised", 0, False), ("raised", 1, True), ("died", 0, True)])

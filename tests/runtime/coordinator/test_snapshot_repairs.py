@@ -115,8 +115,7 @@ def test_a_repair_uses_the_newest(make: Make, every: int, survivors: Dict[int, i
     events = events_of(plan, fleet)
     repaired = only(events, Repaired)
     assert (repaired.seeded_from, repaired.update) == (source, update)
-    assert fleet.loaded == ([(0, 4)] if "snapshot" in source else [])
-    assert updates_of(events) == list(range(1, 9))
+    assert (fleet.loaded, updates_of(events)) == ([(0, 4)] if "snapshot" in source else [], list(range(1, 9)))
     assert (only(events, RunEnded).updates, len(fleet.memories)) == (8, 2 if every else 0)
 
 
@@ -146,8 +145,7 @@ def test_updates_that_are_not_reported_are_repeated_and_one_instance_of_a_host_w
     fleet = Keeps(plan)
     fleet.on_hosts = ["a", "a"]
     events_of(plan, fleet)
-    assert [each is None for each in fleet.places] == [False, True]
-    assert list(fleet.memories) == ["a"]
+    assert ([each is None for each in fleet.places], list(fleet.memories)) == ([False, True], ["a"])
 
 
 def test_the_snapshot_of_a_lost_host_is_on_the_others_and_its_replacement_writes_new_ones(make: Make) -> None:

@@ -175,8 +175,7 @@ def test_the_contexts_restore_handlers_and_wakeup_descriptor() -> None:
         assert descriptor != -1
         signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
     assert not stop.has_deadline
-    assert signal.set_wakeup_fd(-1) == -1
-    assert [signal.getsignal(number) for number in numbers] == before
+    assert (signal.set_wakeup_fd(-1), [signal.getsignal(number) for number in numbers]) == (-1, before)
 
 
 def test_the_time_that_is_left_after_a_notice(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,8 +418,7 @@ def test_a_process_that_cannot_save_ends_in_time(processes: None, folder: Path, 
     assert state().message.startswith("preempted: the 6 s of --preemption-grace-s end; ")
     assert where in state().message
     assert state().message.endswith(f"the same command continues from {newest}")
-    assert last_event()["event"] == "process_preempted"
-    assert checkpoints()[-1] == newest
+    assert (last_event()["event"], checkpoints()[-1]) == ("process_preempted", newest)
     assert command("--updates", "12") == 0
 
 
@@ -428,8 +426,7 @@ def test_a_detached_run(processes: None, folder: Path, capsys: pytest.CaptureFix
     Path("steady").touch()
     assert start("--updates", "4000", "--detach").returncode == 0
     Path("at-call").write_text(str(int(signal.SIGTERM)))  # now: a run that ends early gives the command its exit code
-    assert main(["attach", "run"]) == CODE
-    assert main(["status", "run"]) == 0
+    assert (main(["attach", "run"]), main(["status", "run"])) == (CODE, 0)
     assert "preempted after update" in capsys.readouterr().out
     assert start("--updates", "4000", "--detach").returncode == 0
     assert main(["stop", "run"]) == 0  # a user stops it: that is no preemption

@@ -133,14 +133,9 @@ def test_instance_0_gets_stdin_and_the_others_get_end_of_file(host: Callable[...
 
 def test_a_signal_reaches_the_process_group_with_its_default_handler(host: Callable[..., Host]) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in Ray's workers; children inherit it
+    text = "import time\ntry:\n print('up')\n for _ in range(600): time.sleep(0.1)\n"  # handled only after a sleep
     try:
-        found = host(
-            # Short sleeps: a signal just before a sleep is handled only at its end.
-            python(
-                "import time\ntry:\n print('up')\n for _ in range(600): time.sleep(0.1)\n"
-                "except KeyboardInterrupt: print('interrupted')"
-            )
-        )
+        found = host(python(f"{text}except KeyboardInterrupt: print('interrupted')"))
     finally:
         signal.signal(signal.SIGINT, before)
     found.read(lambda: found.text() == "up\n")
@@ -180,7 +175,6 @@ def test_killing_the_host_process_ends_all_programs() -> None:
         "while True:\n  for _, _, data in host.read(1).chunks: os.write(1, data)\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    assert owner.stdout is not None
     pids = [int(owner.stdout.readline()) for _ in range(3)]
     owner.kill()
     owner.wait(10)
@@ -191,7 +185,6 @@ def test_killing_the_host_process_ends_all_programs() -> None:
 def test_programs_block_while_their_output_is_not_read(host: Callable[..., Host]) -> None:
     found = host(python("import sys\nfor _ in range(40): sys.stderr.write('x' * 1_000_000)"))
     pump = found.process._pump
-    assert pump is not None
     assert wait_until(lambda: pump._bytes >= host_process._MAX_BYTES)
     report = found.process.read(5)
     assert sum(len(data) for _, _, data in report.chunks) < 10_000_000
@@ -217,8 +210,7 @@ def test_cores_of_numa_nodes(tmp_path: Path) -> None:
     for node, cpu in enumerate((allowed[0], allowed[-1])):
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(f"{cpu}\n")
-    assert cpus_of_node(3, tmp_path) == [allowed[-1]]
-    assert parse_cpu_list("0-3,8\n") == [0, 1, 2, 3, 8]
+    assert (cpus_of_node(3, tmp_path), parse_cpu_list("0-3,8\n")) == ([allowed[-1]], [0, 1, 2, 3, 8])
     (tmp_path / "node1" / "cpulist").unlink()
     assert cpus_of_node(0, tmp_path) is None  # a single node: no binding
 
@@ -267,26 +259,19 @@ def terminal() -> Iterator[Screen]:
     yield from screen(terminal=True)
 
 
-def test_every_line_has_a_tag_and_sources_never_mix(file: Screen) -> None:
+def test_every_line_has_a_tag_sources_never_mix_and_bytes_are_unchanged(file: Screen) -> None:
     assert file((0, STDOUT, b"a\nb\n")) == b"[1,0]<stdout>:a\n[1,0]<stdout>:b\n"
     assert file((3, STDERR, b"\n")) == b"[1,3]<stderr>:\n"
     assert file((0, STDOUT, b"one "), (1, STDOUT, b"two\n"), (0, STDERR, b"x")) == b"[1,1]<stdout>:two\n"
     assert file((0, STDOUT, b"line\nrest")) == b"[1,0]<stdout>:one line\n"
-    assert file.close() == b"[1,0]<stdout>:rest\n[1,0]<stderr>:x\n"
-
-
-def test_bytes_are_unchanged(file: Screen) -> None:
     data = bytes(range(256)) * 3 + b"\r\n"
-    shown = file((0, STDOUT, data + b"end\n"))
-    file.console.close()
-    assert shown.replace(b"[1,0]<stdout>:", b"") == data.replace(b"\r\n", b"\n") + b"end\n"
-
-
-def test_crlf_line_endings_are_kept(file: Screen) -> None:
-    file.console.add(0, STDOUT, b"a\r")
-    file.console.add(0, STDOUT, b"\nb\r\n")
+    shown = file((4, STDOUT, data + b"end\n")).replace(b"[1,4]<stdout>:", b"")
+    assert shown == data.replace(b"\r\n", b"\n") + b"end\n"
+    file.console.add(5, STDOUT, b"a\r")
+    file.console.add(5, STDOUT, b"\nb\r\n")
     file.console.flush()
-    assert os.read(file.ends[0][0], 100) == b"[1,0]<stdout>:a\r\n[1,0]<stdout>:b\r\n"
+    assert os.read(file.ends[0][0], 100) == b"[1,5]<stdout>:a\r\n[1,5]<stdout>:b\r\n"  # CRLF is kept
+    assert file.close() == b"[1,0]<stdout>:rest\n[1,0]<stderr>:x\n"
 
 
 def test_a_progress_bar_becomes_one_plain_line_in_a_file(file: Screen) -> None:
@@ -298,25 +283,22 @@ def test_a_progress_bar_becomes_one_plain_line_in_a_file(file: Screen) -> None:
     assert file((0, STDERR, b"\rsteps 2%\n")) == b"[1,0]<stderr>:steps 2%\n"
 
 
-def test_a_long_running_bar_prints_its_state_in_a_file(file: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_lines_and_bars_are_printed_in_parts_in_a_file(file: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONGEST_LINE_BYTES", 10)
+    assert file((0, STDOUT, b"0123456789ab")) == b"[1,0]<stdout>:0123456789ab\n"
+    assert file((0, STDOUT, b"c\n")) == b"[1,0]<stdout>:c\n"
     monkeypatch.setattr(module, "_BAR_STATE_S", 0.0)
-    assert file((0, STDERR, b"\r10%")) == b""
-    assert file((0, STDERR, b"\r20%")) == b"[1,0]<stderr>:20%\n"
+    assert (file((0, STDERR, b"\r10%")), file((0, STDERR, b"\r20%"))) == (b"", b"[1,0]<stderr>:20%\n")
     assert file((1, STDERR, b"\r30%")) == b"[1,0]<stderr>:20%\n"
 
 
-def test_the_bar_of_instance_0_is_drawn_in_place(terminal: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_are_drawn_in_place(terminal: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_REDRAW_S", 0.0)
-    erase = b"\r\x1b[K"
+    erase, up = b"\r\x1b[K", b"\x1b[A"
     assert terminal((0, STDERR, b"\r 1%")) == erase + b"[1,0]<stderr>: 1%"
     assert terminal((1, STDERR, b"\r 7%")) == b""  # only the bar of instance 0 is drawn
     assert terminal((1, STDOUT, b"hello\n")) == b"[1,1]<stdout>:hello\n" + 2 * erase + b"[1,0]<stderr>: 1%"
     assert terminal((0, STDERR, b"\r100%\n")) == erase + b"[1,0]<stderr>:100%\n"
-
-
-def test_a_nested_bar_is_drawn_in_place(terminal: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_REDRAW_S", 0.0)
-    erase, up = b"\r\x1b[K", b"\x1b[A"
     terminal((0, STDERR, b"\repochs 0%"))
     assert terminal((0, STDERR, b"\n\rsteps 0%" + up)).endswith(b"epochs 0%\n" + erase + b"[1,0]<stderr>:steps 0%")
     assert terminal((0, STDERR, b"\n\rsteps 1%" + up)) == erase + b"[1,0]<stderr>:steps 1%"
@@ -325,12 +307,6 @@ def test_a_nested_bar_is_drawn_in_place(terminal: Screen, monkeypatch: pytest.Mo
 
 def test_a_prompt_without_newline_is_shown_on_a_terminal(terminal: Screen) -> None:
     assert terminal((0, STDOUT, b"Name? ")).endswith(b"[1,0]<stdout>:Name? ")
-
-
-def test_a_line_that_is_too_long_is_split(file: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LONGEST_LINE_BYTES", 10)
-    assert file((0, STDOUT, b"0123456789ab")) == b"[1,0]<stdout>:0123456789ab\n"
-    assert file((0, STDOUT, b"c\n")) == b"[1,0]<stdout>:c\n"
 
 
 def test_flushed_lines_of_a_program_are_on_the_console_and_in_its_log(file: Screen, tmp_path: Path) -> None:

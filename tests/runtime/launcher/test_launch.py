@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import List, Optional, Tuple
@@ -24,7 +22,6 @@ from raypod.runtime.launcher.programs import Programs, partition
 from raypod.runtime.launcher.records import HostFacts
 from raypod.system.sdk import without_horovod
 from tests.support import ROOT
-from tests.support.bounded import COMMAND_S, wait_until
 from tests.support.fake_vipu import FakeVipu
 from tests.support.launches import (
     EIGHT_IN_FOUR,
@@ -39,7 +36,7 @@ from tests.support.launches import (
 )
 from tests.support.ray_cluster import SECOND_HOST
 
-HEAD = "127.0.0.1"
+HEAD, ONE = "127.0.0.1", place(Cluster("pod", (Host("a", "a"),)), Sizes(1, 1, 1))
 FIRST_OF_PATH = ("sh", "-c", "echo ${PATH%%:*}")
 
 
@@ -78,24 +75,20 @@ OWN = ["--device", "emulated", "--strict", "--run-dir", "r", "--grace", "1", "--
 )
 def test_a_program_is_an_instance_only_with_an_option_of_poprun(words: List[str], is_instance: bool) -> None:
     request, _ = parse([*words, "python", "main.py", "--num-instances", "4"])
-    placement = place(Cluster("pod", (Host("a", "a"),)), Sizes(1, 1, 1))
-    programs = Programs(request, placement, parse_mpi_arguments(request), {}, ".", ("/sdk",), interpreters=["/bin/p"])
-    env = programs.environment(placement.instances[0], HostFacts("", {}))
+    programs = Programs(request, ONE, parse_mpi_arguments(request), {}, ".", ("/sdk",), interpreters=["/bin/p"])
+    env = programs.environment(ONE.instances[0], HostFacts("", {}))
     assert any(name.startswith(("POPDIST_", "OMPI_", "HOROVOD_")) for name in env) is is_instance
     assert env["PYTHONPATH"].endswith(":/sdk")
 
 
-def test_options_that_are_imported_count_as_given(tmp_path: Path) -> None:
+def test_options_that_are_imported_count_and_a_plain_program_has_the_partition_of_its_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for text, is_plain in (("run-dir: r\n", True), ("num-instances: 1\n", False)):
         (tmp_path / "launch.yaml").write_text(text)
         assert parse(["--import-config", str(tmp_path / "launch.yaml"), "program"])[0].is_plain is is_plain
-
-
-def test_a_plain_program_has_the_partition_of_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = FakeVipu(monkeypatch)
-    placement = place(Cluster("pod", (Host("a", "a"),)), Sizes(1, 1, 1))
-    caller = {"IPUOF_VIPU_API_PARTITION_ID": "mine"}
-    with partition(parse(["program"])[0], placement, True, caller, pytest.fail) as variables:
+    tool, caller = FakeVipu(monkeypatch), {"IPUOF_VIPU_API_PARTITION_ID": "mine"}
+    with partition(parse(["program"])[0], ONE, True, caller, pytest.fail) as variables:
         assert (variables, tool.commands) == ({}, [])
 
 
@@ -117,10 +110,8 @@ def test_the_cluster_is_joined_first(
 
 def test_ray_accepts_only_command_lines_in_utf8(processes: None, tmp_path: Path) -> None:
     def launched(*words: str) -> str:
-        command = [sys.executable, "-m", "raypod.launch", *words]
-        done = subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, check=False
-        )
+        line, env = [sys.executable, "-m", "raypod.launch", *words], {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(line, cwd=tmp_path, env=env, stderr=subprocess.PIPE, check=False)
         assert done.returncode == 2
         return done.stderr.decode()
 
@@ -145,12 +136,10 @@ def test_programs_on_ipus_without_horovod_have_that_of_the_emulated_sdk_and_noth
         (tmp_path / "horovod" / "torch").mkdir(parents=True)
         (tmp_path / "horovod" / "__init__.py").write_text("__version__ = 'installed'")
     request, _ = parse(["--num-instances", "1", "program"])
-    placement = place(Cluster("pod", (Host("a", "a"),)), Sizes(1, 1, 1))
     caller = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    programs = Programs(
-        request, placement, parse_mpi_arguments(request), caller, ".", (), interpreters=[sys.executable]
-    )
-    env = programs.environment(placement.instances[0], HostFacts("", {}))
+    arguments = parse_mpi_arguments(request)
+    programs = Programs(request, ONE, arguments, caller, ".", (), interpreters=[sys.executable])
+    env = programs.environment(ONE.instances[0], HostFacts("", {}))
     words = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     version = "installed" if installed else "0.28.1+emulated"
@@ -168,7 +157,7 @@ def test_a_program_without_options_runs_as_without_a_launcher(launch: Launch) ->
     assert launch("--num-instances", "1", *python(ask)).lines(0) == ["True 1"]
 
 
-def test_every_query_of_popdist(launch: Launch) -> None:
+def test_every_query_of_popdist_and_allreduce_in_both_precisions(launch: Launch) -> None:
     found = launch(*EIGHT_IN_FOUR, *program("queries.py"))
     assert found.code == 0, found.err
     for index in range(4):
@@ -176,9 +165,6 @@ def test_every_query_of_popdist(launch: Launch) -> None:
             f"instance {index} of 4 local {index} replicas 2 of 8 from {2 * index} ipus 2 device {24 + index} "
             f"set True check True options 2 {index} 4 plain {index} 4"
         ]
-
-
-def test_horovod_allreduce_in_both_precisions(launch: Launch) -> None:
     found = launch(*FOUR, *program("reductions.py"))
     assert found.code == 0, found.err
     assert found.lines(0)[:2] == ["torch.float32 1.5 [150.0, 0.5]", "torch.float16 1.5 [150.0, 0.5]"]
@@ -192,19 +178,6 @@ def test_each_instance_gets_its_share_of_the_data(launch: Launch) -> None:
         lines = [line.split(" first")[0] for line in found.lines(index)]
         assert lines == ["torch 1562 32", "plain 781 32", "popdist 390 64"]
     assert found.lines(0)[2] != found.lines(1)[2]
-
-
-def test_a_training_program_with_flags(launch: Launch) -> None:
-    flags = ("--batch-size", "4", "--gradient-accumulation", "4", "--device-iterations", "2", "--samples", "256")
-    found = launch(*FOUR_IN_TWO, *program("ddp_main.py", *flags, "--eight-bit-io", "--async-dataloader"))
-    assert found.code == 0, found.err
-    epochs = [line for line in found.lines(0) if line.startswith("[Epoch")]
-    assert [line[:10] for line in epochs] == ["[Epoch 01]", "[Epoch 02]"]
-    assert re.fullmatch(r"\[Epoch 02\] loss: \d\.\d{3}, acc: \d+\.\d", epochs[-1])
-    (bar,) = [line for line in found.lines(0, "stderr") if "[Epoch 01]" in line and "100%" in line]
-    assert "2/2" in bar
-    assert "loss=" in bar
-    assert all(found.lines(index)[0].startswith("Namespace(") for index in range(2))
 
 
 def test_strict_mode_rejects_what_an_ipu_rejects(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +199,7 @@ def test_a_shell_command_has_the_folder_of_its_caller(
     monkeypatch.setenv("MINE", "kept")
     script = "echo $PWD $MINE $GIVEN $ONE $OMP_NUM_THREADS"
     found = launch(*TWO, "-x", "GIVEN=here", '--instance-mpi-local-args=1:"-x ONE=1"', "sh", "-c", script)
-    assert found.lines(0) == [f"{tmp_path} kept here 1"]
-    assert found.lines(1) == [f"{tmp_path} kept here 1 1"]
+    assert (found.lines(0), found.lines(1)) == ([f"{tmp_path} kept here 1"], [f"{tmp_path} kept here 1 1"])
     launch("-x", "API_KEY=s3cret-1", "--run-dir", "two", "sh", "-c", "true s3cret-1 $API_KEY")
     written = [(tmp_path / "two" / name).read_text() for name in ("launch.yaml", "launch.json")]
     assert not any("s3cret-1" in text for text in written)
@@ -324,26 +296,6 @@ def test_a_failed_program_ends_all(
     line = found.err.strip().splitlines()[-1]
     assert re.fullmatch(rf"raypod: error: instance \d on host localhost failed: .*; its log: {tmp_path}/\S+\.log", line)
     assert re.search(f"instance .*{cause}", line)
-
-
-def test_a_signal_is_forwarded(launch: Launch) -> None:
-    over = threading.Event()
-
-    def ready() -> bool:
-        logs = [path.read_bytes() for path in Path("runs").glob("*/logs/instance-*.log")]
-        return over.is_set() or sum(b"ready" in log for log in logs) == 2
-
-    def interrupt() -> None:
-        if wait_until(ready, COMMAND_S) and not over.is_set():
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    found = launch(*TWO, "sh", "-c", "trap 'echo stopped; exit' TERM; echo ready; while :; do sleep 0.1; done")
-    over.set()
-    thread.join()
-    assert found.code == 128 + signal.SIGTERM
-    assert (found.lines(0), found.lines(1)) == (["ready", "stopped"], ["ready", "stopped"])
 
 
 def test_a_closed_stdout_ends_the_programs(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,23 +33,16 @@ def request(*words: str) -> Request:
     return parsed
 
 
-def test_defaults_are_those_of_poprun() -> None:
+def test_defaults_and_forms_of_options_are_those_of_poprun() -> None:
     found = request("python", "x.py")
     assert (found.num_replicas, found.num_instances, found.ipus_per_replica) == (1, 1, 1)
     assert (found.vipu_server_host, found.vipu_server_port, found.vipu_server_timeout) == ("localhost", 8090, 120)
     assert (found.remove_partition, found.update_partition, found.vipu_partition_attempts) == (True, False, 1)
-
-
-def test_words_after_the_program_are_its_own() -> None:
     found = request("--num-replicas", "8", "--num-instances=4", "python", "main.py", "--num-replicas", "2", "-v", "--")
-    assert found.program == ("python", "main.py", "--num-replicas", "2", "-v", "--")
+    assert found.program == ("python", "main.py", "--num-replicas", "2", "-v", "--")  # the words after it are its own
     assert (found.num_replicas, found.num_instances, found.verbosity) == (8, 4, 0)
     assert request("--", "--odd-name").program == ("--odd-name",)
-
-
-def test_options_take_the_forms_of_poprun() -> None:
-    forms = {"": True, "=yes": True, " 1": True, "=off": False, " no": False}
-    for form, expected in forms.items():
+    for form, expected in {"": True, "=yes": True, " 1": True, "=off": False, " no": False}.items():
         found = request(*f"--numa-aware{form}".split(), "python", "x.py")
         assert (found.numa_aware, found.program) == (expected, ("python", "x.py"))
     assert request("--print-topology", "yes").program == ("yes",)
@@ -96,26 +89,25 @@ def test_a_mistake_is_one_line(words: List[str], message: str, capsys: pytest.Ca
 
 
 def test_mpirun_arguments_set_environment_and_network() -> None:
-    found = parse_mpi_arguments(
-        request(
-            *(*TWO, "-x", "A=1", "-x", "HOME"),
-            "--mpi-global-args=--tag-output --mca btl_tcp_if_include 10.0.0.0/8",
-            "--mpi-local-args=-x 'B=two words' -x NOT_THERE",
-            *('--instance-mpi-local-args=1:"-x A=9"', "program"),
-        )
-    )
-    caller = {"HOME": "/home/me"}
+    words = (*TWO, "-x", "A=1", "-x", "HOME", "--mpi-global-args=--tag-output --mca btl_tcp_if_include 10.0.0.0/8")
+    words += ("--mpi-local-args=-x 'B=two words' -x NOT_THERE", '--instance-mpi-local-args=1:"-x A=9"', "program")
+    found, caller = parse_mpi_arguments(request(*words)), {"HOME": "/home/me"}
     assert found.network == "10.0.0.0/8"
     assert found.environment(0, caller) == {"A": "1", "HOME": "/home/me", "B": "two words"}
     assert found.environment(1, caller)["A"] == "9"
 
 
-def test_exported_options_import_to_the_same_request(tmp_path: Path) -> None:
+def test_exported_options_import_to_the_same_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = request("--num-replicas", "8", "--numa-aware", "--remove-partition=no", "-x", "A=1", "-x", "B", "prog")
     file = tmp_path / "options.yaml"
     file.write_text(export(given))
     again = request("--import-config", str(file), "--num-replicas", "4", "prog")
     assert {**given.values, "num_replicas": 4} == {**again.values, "import_config": None}
+    words = ["--export-config", str(tmp_path / "o.yaml"), "--num-replicas", "4"]
+    assert (main(words), main(words)) == (0, 2)
+    assert "--overwrite-config replaces it" in capsys.readouterr().err
+    assert main([*words, "--overwrite-config"]) == 0
+    assert (tmp_path / "o.yaml").read_text() == "num-replicas: 4\n"
 
 
 def test_the_options_in_a_run_folder_name_variables_without_their_values(tmp_path: Path) -> None:
@@ -125,19 +117,9 @@ def test_the_options_in_a_run_folder_name_variables_without_their_values(tmp_pat
     write_options(without_values(request(*words)), file, "--run-dir")
     assert "s3cret" not in file.read_text()
     again = parse_mpi_arguments(request("--import-config", str(file), "prog"))
-    assert again.missing({}) == ["A", "B", "C", "D", "E"]
-    assert again.environment(1, {"E": "1"}) == {"E": "1"}
+    assert (again.missing({}), again.environment(1, {"E": "1"})) == (["A", "B", "C", "D", "E"], {"E": "1"})
     write_options(request(*words), tmp_path / "exported.yaml", "--export-config")
     assert stat.S_IMODE((tmp_path / "exported.yaml").stat().st_mode) == 0o600
-
-
-def test_export_does_not_overwrite_a_file_without_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--export-config", str(tmp_path / "o.yaml"), "--num-replicas", "4"]
-    assert main(words) == 0
-    assert main(words) == 2
-    assert "--overwrite-config replaces it" in capsys.readouterr().err
-    assert main([*words, "--overwrite-config"]) == 0
-    assert (tmp_path / "o.yaml").read_text() == "num-replicas: 4\n"
 
 
 @pytest.mark.parametrize(
@@ -168,10 +150,9 @@ def test_no_cluster_no_file(
 
 def test_a_folder_with_files_is_no_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").write_text("kept")
-    assert main(["--run-dir", str(tmp_path), "x"]) == 2
-    assert f"--run-dir {tmp_path}: the folder is not empty; choose another folder" in capsys.readouterr().err
-    assert main(["--run-dir", str(tmp_path / "mine"), "x"]) == 2
-    assert f"--run-dir {tmp_path}/mine: Not a directory; choose another folder" in capsys.readouterr().err
+    for folder, problem in ((tmp_path, "the folder is not empty"), (tmp_path / "mine", "Not a directory")):
+        assert main(["--run-dir", str(folder), "x"]) == 2
+        assert f"--run-dir {folder}: {problem}; choose another folder" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["mine"]
 
 
@@ -183,9 +164,14 @@ def test_help_lists_every_option_and_version_prints_one_line(capsys: pytest.Capt
     assert capsys.readouterr().out.startswith("raypod")
 
 
-def test_lists_and_ranges_of_hosts() -> None:
+def test_ranges_of_hosts_and_the_topology_table() -> None:
     assert expand_hosts("host[0-2,4]") == ["host0", "host1", "host2", "host4"]
     assert expand_hosts("a, n[08-10].pod,b") == ["a", "n08.pod", "n09.pod", "n10.pod", "b"]
+    placement = place(cluster_of("h0,h1"), Sizes(8, 4, 2))
+    lines = tables.render_topology(placement, 2).splitlines()
+    assert [cell.strip() for cell in lines[5].strip("|").split("|")] == ["h1", "1", "2", "4..5", "8..11"]
+    with pytest.raises(ConfigError):
+        check_ilds(placement, 3)
 
 
 def hosts_of(kind: str, lines: List[str], folder: Path) -> Cluster:
@@ -223,9 +209,8 @@ def test_mistakes_in_host_lists_and_host_files(hosts: Callable[..., Cluster], li
 def test_a_mistake_in_a_host_file_is_reported_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(ClusterError) as error:
         hosts_of("file", ["a", "b", "", "a"], tmp_path)
-    assert str(error.value) == (
-        f"{tmp_path}/hosts, line 5: host a is listed twice in {tmp_path}/hosts, line 2; list it once"
-    )
+    file = f"{tmp_path}/hosts"
+    assert str(error.value) == f"{file}, line 5: host a is listed twice in {file}, line 2; list it once"
     with pytest.raises(ClusterError, match="hosts, line 2: cannot parse 'port=22'"):
         hosts_of("file", ["a slots=1 port=22"], tmp_path)
 
@@ -249,15 +234,7 @@ def test_slots_limit_the_instances_of_a_host(tmp_path: Path) -> None:
         place(cluster, Sizes(10, 10, 1))
 
 
-def test_topology_table() -> None:
-    placement = place(cluster_of("h0,h1"), Sizes(8, 4, 2))
-    lines = tables.render_topology(placement, 2).splitlines()
-    assert [cell.strip() for cell in lines[5].strip("|").split("|")] == ["h1", "1", "2", "4..5", "8..11"]
-    with pytest.raises(ConfigError):
-        check_ilds(placement, 3)
-
-
-NAMED = ("--vipu-partition", "p")
+NAMED, ON_THE_EMULATED_SDK = ("--vipu-partition", "p"), "the programs run on the emulated SDK"
 
 
 @pytest.fixture
@@ -268,52 +245,57 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVipu]:
     assert all(process.is_awaited for process in made.processes)
 
 
-def use(*words: str, has_ipus: bool = True, **caller: str) -> Dict[int, Dict[str, str]]:
+# ---- the V-IPU partition, with a fake `vipu` tool whose behaviour is inferred ----------------------------------------
+
+
+def use(*words: str, has_ipus: bool = True, log: Any = print, **caller: str) -> Dict[int, Dict[str, str]]:
     """Return the environments of 4 instances with 8 replicas of 2 IPUs."""
     request, _ = parse(["--num-replicas", "8", "--num-instances", "4", "--ipus-per-replica", "2", *words, "program"])
-    with partition(request, place(LOCAL, Sizes(8, 4, 2)), has_ipus, caller, lambda _: None) as environment:
+    with partition(request, place(LOCAL, Sizes(8, 4, 2)), has_ipus, caller, log) as environment:
         return environment
 
 
 def test_a_missing_partition_is_created_and_removed(tool: FakeVipu) -> None:
     found = use(*NAMED, "--vipu-allocation", "a", "--sync-type", "ST_POD_NATIVE_DEFAULT")
-    assert tool.changes == [
-        "create partition p --size 16 --num-gcds 4 --gcd-sync-replicas 4 --allocation a"
-        " --sync-type ST_POD_NATIVE_DEFAULT",
-        "remove partition p",
-    ]
+    sizes = "--size 16 --num-gcds 4 --gcd-sync-replicas 4 --allocation a --sync-type ST_POD_NATIVE_DEFAULT"
+    assert tool.changes == [f"create partition p {sizes}", "remove partition p"]
     assert [each["IPUOF_VIPU_API_GCD_ID"] for each in found.values()] == ["0", "1", "2", "3"]
     assert {each["IPUOF_VIPU_API_PARTITION_ID"] for each in found.values()} == {"p"}
     names = ("HOST", "PORT", "TIMEOUT")
     assert [found[0][f"IPUOF_VIPU_API_{name}"] for name in names] == ["localhost", "8090", "120"]
     assert '"instanceSize":"4"' in found[0]["POPLAR_TARGET_OPTIONS"]
+    tool.commands.clear()
+    found = use(*NAMED, "--vipu-server-host", "10.1.2.3", "--vipu-server-timeout", "7")
+    assert all(each.startswith("--api-host 10.1.2.3 --api-port 8090 ") for each in tool.commands)
+    assert (found[3]["IPUOF_VIPU_API_HOST"], tool.timeouts[-1]) == ("10.1.2.3", 7)
+
+
+ALL = {"0", "1", "2", "3"}
 
 
 @pytest.mark.parametrize(
     ("existing", "words", "verbs", "gcd_ids"),
     [
-        ((16, 4, False), (), ["reset"], {"0", "1", "2", "3"}),
-        ((16, 4, False), ("--reset-partition=no",), [], {"0", "1", "2", "3"}),
+        ((16, 4, False), (), ["reset"], ALL),
+        ((16, 4, False), ("--reset-partition=no",), [], ALL),
         ((64, 1, True), (), [], {"0"}),  # a larger reconfigurable one is used as it is
         ((64, 1, True), ("--reset-partition=yes",), ["reset"], {"0"}),
-        ((8, 4, False), ("--update-partition=yes",), ["remove", "create"], {"0", "1", "2", "3"}),
-        (None, ("--remove-partition=no",), ["create"], {"0", "1", "2", "3"}),
+        ((8, 4, False), ("--update-partition=yes",), ["remove", "create"], ALL),
+        ((8, 4, False), (), [], None),
+        (None, ("--remove-partition=no",), ["create"], ALL),
     ],
 )
-def test_it_is_kept(tool: FakeVipu, existing: Any, words: Tuple[str, ...], verbs: List[str], gcd_ids: Any) -> None:
+def test_an_existing_partition_is_kept_and_one_that_does_not_fit_is_not_changed(
+    tool: FakeVipu, existing: Any, words: Tuple[str, ...], verbs: List[str], gcd_ids: Any
+) -> None:
     if existing is not None:
         tool.partitions["p"] = existing
-    found = use(*NAMED, *words)
-    assert tool.verbs == verbs
-    assert {each["IPUOF_VIPU_API_GCD_ID"] for each in found.values()} == gcd_ids
-    assert list(tool.partitions) == ["p"]
-
-
-def test_a_partition_that_does_not_fit_is_not_changed(tool: FakeVipu) -> None:
-    tool.partitions["p"] = (8, 4, False)
-    with pytest.raises(ClusterError, match=r"p has 8 IPUs in 4 GCDs, and 16 IPUs in 4 .*--update-partition=yes"):
-        use(*NAMED)
-    assert tool.changes == []
+    if gcd_ids is None:
+        with pytest.raises(ClusterError, match=r"p has 8 IPUs in 4 GCDs, and 16 IPUs in 4 .*--update-partition=yes"):
+            use(*NAMED, *words)
+    else:
+        assert {each["IPUOF_VIPU_API_GCD_ID"] for each in use(*NAMED, *words).values()} == gcd_ids
+    assert (tool.verbs, list(tool.partitions)) == (verbs, ["p"])
 
 
 def test_creation_is_attempted_as_often_as_requested(tool: FakeVipu) -> None:
@@ -323,13 +305,6 @@ def test_creation_is_attempted_as_often_as_requested(tool: FakeVipu) -> None:
     tool.failures = ["no IPUs are\nfree"]
     with pytest.raises(ClusterError, match=r"vipu create partition p .*: exit code 1: no IPUs are free$"):
         use(*NAMED)
-
-
-def test_a_chosen_controller_is_passed_to_the_tool(tool: FakeVipu) -> None:
-    found = use(*NAMED, "--vipu-server-host", "10.1.2.3", "--vipu-server-timeout", "7")
-    assert all(each.startswith("--api-host 10.1.2.3 --api-port 8090 ") for each in tool.commands)
-    assert found[3]["IPUOF_VIPU_API_HOST"] == "10.1.2.3"
-    assert set(tool.timeouts) == {7}
 
 
 @pytest.mark.parametrize(
@@ -370,8 +345,8 @@ def test_an_abort_removes_it(
         raise SystemExit
 
     monkeypatch.setattr("os._exit", leave)
-    request, _ = parse([*NAMED, "program"])
-    with pytest.raises(SystemExit), partition(request, place(LOCAL, Sizes(1, 1, 1)), True, {}, lambda _: None):
+    placement, (request, _) = place(LOCAL, Sizes(1, 1, 1)), parse([*NAMED, "program"])
+    with pytest.raises(SystemExit), partition(request, placement, True, {}, print):
         abort(RunError("the head is lost"))
     assert at_exit == [(1, ["create", "remove"])]
     assert capsys.readouterr().err == "raypod: error: the head is lost\n"
@@ -381,31 +356,23 @@ def test_an_abort_removes_it(
     ("words", "has_ipus", "said"),
     [
         ((*NAMED, "--offline-mode"), True, ["(--offline-mode): --vipu-partition"]),
-        (
-            (*NAMED, "--sync-type", "S"),
-            False,
-            ["(the programs run on the emulated SDK): --vipu-partition, --sync-type"],
-        ),
+        ((*NAMED, "--sync-type", "S"), False, [f"({ON_THE_EMULATED_SDK}): --vipu-partition, --sync-type"]),
         ((), True, []),
     ],
 )
-def test_an_unused_one_is_not_created(tool: FakeVipu, words: Tuple[str, ...], has_ipus: bool, said: List[str]) -> None:
+def test_an_unused_partition_is_not_created(tool: FakeVipu, words: Any, has_ipus: bool, said: List[str]) -> None:
     lines: List[str] = []
-    request, _ = parse([*words, "program"])
-    with partition(request, place(LOCAL, Sizes(1, 1, 1)), has_ipus, {}, lines.append) as environment:
-        assert environment == {}
-    assert tool.commands == []
+    assert (use(*words, has_ipus=has_ipus, log=lines.append), tool.commands) == ({}, [])
     assert lines == [f"partition options have no effect {each}" for each in said]
 
 
-def test_the_partition_of_the_callers_environment_is_used_and_kept(tool: FakeVipu) -> None:
+def test_the_partition_of_the_callers_environment_is_kept_and_a_missing_tool_is_reported(
+    tool: FakeVipu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     tool.partitions["mine"] = (16, 4, False)
     found = use(IPUOF_VIPU_API_PARTITION_ID="mine", POPLAR_TARGET_OPTIONS="{}")
-    assert tool.changes == ["reset partition mine"]
-    assert found[1]["POPLAR_TARGET_OPTIONS"] == "{}"
-
-
-def test_a_missing_tool_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert (tool.changes, found[1]["POPLAR_TARGET_OPTIONS"]) == (["reset partition mine"], "{}")
+    monkeypatch.undo()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ClusterError, match="vipu is not installed here"):
         use(*NAMED)

@@ -75,8 +75,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> ScriptedHosts:
 
 def test_what_is_left_when_all_programs_have_ended_is_ended(hosts: ScriptedHosts, tmp_path: Any) -> None:
     hosts.script = [(1, hosts.exits(0)), (3, hosts.exits(1)), (9, hosts.finish)]
-    assert hosts.run(tmp_path) == 0
-    assert hosts.calls == [(3, "end", GRACE_S)]
+    assert (hosts.run(tmp_path), hosts.calls) == (0, [(3, "end", GRACE_S)])
     assert hosts.observed == [0, 1]
 
 
@@ -85,8 +84,7 @@ def test_descendants_that_keep_the_output_open_have_the_grace_period(hosts: Scri
         return instance, HostReport((), (ProgramEnd(instance, 0, ""),), False, False)
 
     hosts.script = [(1, lambda: is_open(0)), (3, lambda: is_open(1))]  # the hosts never answer
-    assert hosts.run(tmp_path) == 0
-    assert hosts.calls == [(3 + GRACE_S, "end", GRACE_S)]
+    assert (hosts.run(tmp_path), hosts.calls) == (0, [(3 + GRACE_S, "end", GRACE_S)])
     assert 3 + GRACE_S + 9 <= round(hosts.now_s, 1) <= 3 + GRACE_S + 9.5
 
 
@@ -108,8 +106,7 @@ def test_the_first_failure_ends_the_others(
     with pytest.raises(ProgramFailed) as found:
         hosts.run(tmp_path)
     assert str(found.value) == f"instance 1 on host b failed: {cause}; its log: {tmp_path}/logs/instance-1.log"
-    assert found.value.exit_code == code
-    assert hosts.calls == [(1, "end", GRACE_S)]
+    assert (found.value.exit_code, hosts.calls) == (code, [(1, "end", GRACE_S)])
 
 
 OF_PEER = "[rank1]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:6"
@@ -135,16 +132,14 @@ def test_one_that_ends_too_early_is_the_cause(
         "instance 0 on host a failed: it ended too early, with exit code 0; instance 1 still needed it: exit code 1 "
         f"({shown}); its log: {tmp_path}/logs/instance-0.log"
     )
-    assert found.value.exit_code == 1
-    assert hosts.calls == [(max(seconds), "end", GRACE_S)]
+    assert (found.value.exit_code, hosts.calls) == (1, [(max(seconds), "end", GRACE_S)])
 
 
 def test_the_failure_of_a_peer_is_not_the_cause_if_the_peer_fails_next(hosts: ScriptedHosts, tmp_path: Any) -> None:
     hosts.script = [(1, hosts.exits(1, 1, OF_PEER.encode())), (2, hosts.exits(0, 3)), (3, hosts.finish)]
     with pytest.raises(ProgramFailed, match="^instance 0 on host a failed: exit code 3") as found:
         hosts.run(tmp_path)
-    assert found.value.exit_code == 3
-    assert hosts.calls == [(2, "end", GRACE_S)]
+    assert (found.value.exit_code, hosts.calls) == (3, [(2, "end", GRACE_S)])
 
 
 @pytest.mark.parametrize(
@@ -168,18 +163,14 @@ def test_a_signal_is_forwarded_and_is_the_exit_code(hosts: ScriptedHosts, tmp_pa
     assert hosts.calls == [(1, "signal", number), (2, "end", GRACE_S)]
 
 
-def test_programs_that_ignore_a_signal_are_ended_after_ten_grace_periods(hosts: ScriptedHosts, tmp_path: Any) -> None:
-    hosts.script = [(1, hosts.receive(signal.SIGTERM)), (60, hosts.finish)]
+@pytest.mark.parametrize(("second_s", "end"), [(None, (1 + 10 * GRACE_S, "end", GRACE_S)), (3, (3, "end", 0.0))])
+def test_programs_that_ignore_a_signal_are_ended_after_ten_grace_periods_or_a_second_one(
+    hosts: ScriptedHosts, tmp_path: Any, second_s: Any, end: Any
+) -> None:
+    hosts.script = [(at_s, hosts.receive(signal.SIGINT)) for at_s in (1, second_s) if at_s] + [(60, hosts.finish)]
     with pytest.raises(Interrupted):
         hosts.run(tmp_path)
-    assert hosts.calls == [(1, "signal", signal.SIGTERM), (1 + 10 * GRACE_S, "end", GRACE_S)]
-
-
-def test_a_second_signal_kills_the_programs(hosts: ScriptedHosts, tmp_path: Any) -> None:
-    hosts.script = [(1, hosts.receive(signal.SIGINT)), (3, hosts.receive(signal.SIGINT)), (4, hosts.finish)]
-    with pytest.raises(Interrupted):
-        hosts.run(tmp_path)
-    assert hosts.calls == [(1, "signal", signal.SIGINT), (3, "end", 0.0)]
+    assert hosts.calls == [(1, "signal", signal.SIGINT), end]
 
 
 def test_a_message_for_the_programs_is_passed_on_and_ends_no_launch(hosts: ScriptedHosts, tmp_path: Any) -> None:
@@ -253,8 +244,7 @@ def test_a_pause_of_this_process_makes_no_host_late(ray: ScriptedRay, connect: C
     found = connect(read_in(ray, 20.0))
     assert list(found.reports(0.2)) == []
     ray.now_s += 14.0  # stopped for longer than a host may take to answer
-    assert list(found.reports(0.2)) == []
-    assert list(found.reports(9.0)) == [(0, LIVES)]
+    assert (list(found.reports(0.2)), list(found.reports(9.0))) == ([], [(0, LIVES)])
 
 
 def test_a_host_that_died_is_lost(ray: ScriptedRay, connect: Callable[..., RayHosts]) -> None:
@@ -294,11 +284,8 @@ def test_hosts_meet_at_the_first_one_in_the_chosen_network(connect: Callable[...
             joined.append(given)
             return Ref(HostFacts(address, {}, problem))
 
-        return {
-            "address_in": lambda subnet: Ref(address),
-            "open_rendezvous": lambda at: Ref({"at": at}),
-            "join_rendezvous": join,
-        }
+        rendezvous = {"open_rendezvous": lambda at: Ref({"at": at}), "join_rendezvous": join}
+        return {"address_in": lambda subnet: Ref(address), **rendezvous}
 
     found = connect(host("192.168.0.1", None), host("192.168.0.2", "its name is 127.0.1.1"))
     assert [each.address for each in found.connect("192.168.0.0/16", 2)] == ["192.168.0.1", "192.168.0.2"]
@@ -313,12 +300,8 @@ def test_stdin_is_written_once(ray: ScriptedRay, connect: Callable[..., RayHosts
     answers = [Ref(True, ray.now_s + 1.0), Ref(False), Ref(ActorDied("gone"))]
     found = connect({"write_stdin": lambda data: answers.pop(0)})
     assert found.write_stdin(b"a", 0.5) is None
-    assert [found.write_stdin(b"a", 0.6), found.write_stdin(b"b", 1.0), found.write_stdin(b"c", 1.0)] == [
-        True,
-        False,
-        False,
-    ]
-    assert found._actors[0].called == ["write_stdin"] * 3
+    written = [found.write_stdin(data, within_s) for data, within_s in ((b"a", 0.6), (b"b", 1.0), (b"c", 1.0))]
+    assert (written, found._actors[0].called) == ([True, False, False], ["write_stdin"] * 3)
 
 
 def test_the_end_kills_the_actors_and_releases_the_hosts_even_if_ray_fails(connect: Callable[..., RayHosts]) -> None:

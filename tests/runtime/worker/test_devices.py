@@ -6,7 +6,7 @@ import fcntl
 import os
 import socket
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 
@@ -18,14 +18,6 @@ from raypod.system.sdk import Sdk
 from raypod.training.models import program
 
 
-def test_a_reset_command_knows_the_action(processes: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    command = f'echo "$RAYPOD_RECOVERY_ACTION" | tee {tmp_path / "action"}; cat'
-    assert devices.reset(command, "PARTITION_RESET", 60.0) == ""
-    assert (tmp_path / "action").read_text() == "PARTITION_RESET\n"
-    lines = capfd.readouterr().err.splitlines()
-    assert lines == [f"reset of the devices (PARTITION_RESET): {command}", "PARTITION_RESET"]
-
-
 @pytest.mark.parametrize(
     ("command", "timeout_s", "reason"),
     [
@@ -34,8 +26,16 @@ def test_a_reset_command_knows_the_action(processes: Any, tmp_path: Path, capfd:
         ("sleep 600 & sleep 600", 0.2, "not done within 0.2 s (run.reset_timeout_s)"),
     ],
 )
-def test_a_reset_command_that_fails_says_why(processes: Any, command: str, timeout_s: float, reason: str) -> None:
+def test_a_reset_command_knows_the_action_and_one_that_fails_says_why(
+    processes: Any, command: str, timeout_s: float, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert devices.reset(command, "IPU_RESET", timeout_s) == reason
+    capfd.readouterr()
+    command = f'echo "$RAYPOD_RECOVERY_ACTION" | tee {tmp_path / "action"}; cat'
+    assert devices.reset(command, "PARTITION_RESET", 60.0) == ""
+    assert (tmp_path / "action").read_text() == "PARTITION_RESET\n"
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == [f"reset of the devices (PARTITION_RESET): {command}", "PARTITION_RESET"]
 
 
 NAME = "0" * 32 + ".lock"
@@ -52,13 +52,7 @@ NAME = "0" * 32 + ".lock"
     ],
 )
 def test_the_folder_is_of_this_user_and_host_unless_another_one_is_chosen(
-    make: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    pod: Dict[str, str],
-    inherited: Optional[str],
-    expected: Optional[str],
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, pod: Any, inherited: Any, expected: Any
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("POPTORCH_CACHE_DIR", raising=False)

@@ -26,6 +26,7 @@ from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.resume import newest_valid
 from raypod.training.checkpoint.snapshots import Place
 from raypod.training.checkpoint.tensors import read_nested
+from tests.support.scripted_runs import events_of, of, only, updates_of
 
 BREAKS_AFTER = 9
 
@@ -53,9 +54,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> List[Any]:
     """The models that have been compiled, in order."""
     models: List[Any] = []
     real = poptorch.PoplarExecutor.compile
-    monkeypatch.setattr(
-        poptorch.PoplarExecutor, "compile", lambda self, *batch: (models.append(self), real(self, *batch))[1]
-    )
+    compile_it = lambda self, *batch: (models.append(self), real(self, *batch))[1]  # noqa: E731
+    monkeypatch.setattr(poptorch.PoplarExecutor, "compile", compile_it)
     return models
 
 
@@ -63,15 +63,6 @@ def plan_for(make: Callable[..., Plan], model: str) -> Plan:
     run = {"fleet": "inline", "device": "emulated", "checkpoint_every": "4 updates"}
     training = {"updates": 14, "model": model, "lr_schedule": "constant", "warmup_updates": 0}
     return make(training=training, pod={"num_instances": 1}, run=run)
-
-
-def events_of(plan: Plan, fleet: InlineFleet) -> List[Event]:
-    return list(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)))
-
-
-def only(events: List[Event], kind: type) -> Any:
-    (found,) = (event for event in events if isinstance(event, kind))
-    return found
 
 
 def test_a_survivor_continues_with_the_state_on_its_device(make: Callable[..., Plan], compiled: List[Any]) -> None:
@@ -84,19 +75,11 @@ def test_a_survivor_continues_with_the_state_on_its_device(make: Callable[..., P
     assert len(compiled) == 2  # the training and the evaluation, once each
 
 
-def test_no_training_and_no_repair_begins_popdist(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    called: List[str] = []
-    for name in ("init", "finalizeBackend"):
-        monkeypatch.setattr(popdist, name, lambda name=name: called.append(name))
-    plan = plan_for(make, "tiny")
-    events = events_of(plan, DisconnectingFleet(plan))
-    assert only(events, Repaired).update == BREAKS_AFTER
-    assert called == []
-
-
-def test_to_attach_a_device_again_is_an_activity(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_repair_begins_popdist_and_to_attach_a_device_again_is_an_activity(
+    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That loads the program, which can take longer than a call."""
-    plan, activities = plan_for(make, "tiny"), []
+    plan, activities, called = plan_for(make, "tiny"), [], []  # type: ignore[var-annotated]
     fleet, real = DisconnectingFleet(plan), poptorch.PoplarExecutor.attachToDevice
 
     def attach(model: Any) -> None:
@@ -104,9 +87,11 @@ def test_to_attach_a_device_again_is_an_activity(make: Callable[..., Plan], monk
         real(model)
 
     monkeypatch.setattr(poptorch.PoplarExecutor, "attachToDevice", attach)
-    assert only(events_of(plan, fleet), Repaired).update == BREAKS_AFTER
-    assert activities[0] == ATTACHING
+    for name in ("init", "finalizeBackend"):
+        monkeypatch.setattr(popdist, name, lambda name=name: called.append(name))
+    assert (only(events_of(plan, fleet), Repaired).update, activities[0]) == (BREAKS_AFTER, ATTACHING)
     assert not any(activity.startswith("in call") for activity in activities)
+    assert called == []
 
 
 class AbortingFleet(DisconnectingFleet):
@@ -130,10 +115,7 @@ def test_an_evaluation_is_aborted_and_repeated_after_the_repair(make: Callable[.
     plan = plan_for(make, "tiny")
     fleets = InlineFleet(plan), AbortingFleet(plan)
     undisturbed, events = (events_of(plan, fleet) for fleet in fleets)
-    assert fleets[1].evaluations == 2
-    assert [each for each in events if isinstance(each, EvaluationDone)] == [
-        each for each in undisturbed if isinstance(each, EvaluationDone)
-    ]
+    assert (fleets[1].evaluations, of(events, EvaluationDone)) == (2, of(undisturbed, EvaluationDone))
     assert only(events, RunEnded).weights_sha256 == only(undisturbed, RunEnded).weights_sha256
 
 
@@ -156,8 +138,7 @@ def test_an_unreadable_device_loses_updates(make: Callable[..., Plan], monkeypat
         if isinstance(event, UpdateDone) and event.update == BREAKS_AFTER:
             monkeypatch.setattr("raypod.training.models.program.read_replica_state", fails)
     assert only(seen, Repaired).update == 8  # the last checkpoint's
-    assert only(seen, RunEnded).weights_sha256 == uninterrupted
-    assert [event.update for event in seen if isinstance(event, UpdateDone)] == list(range(1, 15))
+    assert (only(seen, RunEnded).weights_sha256, updates_of(seen)) == (uninterrupted, list(range(1, 15)))
 
 
 def test_an_instance_that_cannot_write_a_snapshot_trains_on() -> None:
@@ -194,9 +175,7 @@ def test_the_state_of_a_device_that_failed_in_a_call_is_not_saved(make: Callable
     seen: List[Event] = []
     with pytest.raises(InstanceFailed, match="RecoverableError: the peer is lost"):
         seen.extend(coordinator.run(plan, Failing(plan), MetricsAggregator(plan, 0.0)))
-    failed = newest_valid(storage.checkpoints_folder(plan.run_dir))[0]
-    assert failed is not None
-    assert failed.update == 8
+    assert newest_valid(storage.checkpoints_folder(plan.run_dir))[0].update == 8  # type: ignore[union-attr]
 
 
 def test_a_process_that_keeps_its_device_is_lost(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:

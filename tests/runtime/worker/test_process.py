@@ -127,8 +127,7 @@ def test_warnings_of_python_and_the_sdk_are_shown(record: WarningRecord, caplog:
     with caplog.at_level(logging.INFO, SDK.name):
         SDK.warning("Unsupported ops: %s", "[aten::huber_loss]")
         SDK.info("compiled")
-    assert shown == ["shown"]
-    assert caplog.messages == ["Unsupported ops: [aten::huber_loss]", "compiled"]
+    assert (shown, caplog.messages) == (["shown"], ["Unsupported ops: [aten::huber_loss]", "compiled"])
     assert record.take() == ("Unsupported ops: [aten::huber_loss]",)
 
 
@@ -163,11 +162,6 @@ def fails(how: str) -> Any:
     return (each for each in "a generator")
 
 
-def test_a_result_is_pickled() -> None:
-    found = outcome_of(lambda value: {"value": value + 1}, 3)
-    assert (unpack(found.value), found.cause, found.trace) == ({"value": 4}, "", "")
-
-
 @pytest.mark.parametrize(
     ("how", "cause", "kind"),
     [
@@ -177,13 +171,17 @@ def test_a_result_is_pickled() -> None:
         ("return", "the result, of type generator, cannot be pickled", TypeError),
     ],
 )
-def test_an_exception_has_its_cause_its_traceback_and_itself(how: str, cause: str, kind: Any) -> None:
+def test_a_result_is_pickled_and_an_exception_has_its_cause_its_traceback_and_itself(
+    how: str, cause: str, kind: Any
+) -> None:
     found = outcome_of(fails, how)
     assert cause in found.cause
     assert not found.is_of_peer
     assert (found.value == b"") is (kind is None)
     assert kind is None or isinstance(cloudpickle.loads(found.value), kind)
     assert ("in fails" in found.trace) is (how != "return")
+    good = outcome_of(lambda value: {"value": value + 1}, 3)
+    assert (unpack(good.value), good.cause, good.trace) == ({"value": 4}, "", "")
 
 
 def test_an_instance_is_bound_to_the_data_network_and_a_host_outside_it_is_named(
@@ -203,38 +201,27 @@ APPLICATION = "poplar_application_runtime_error"
 
 
 @pytest.mark.parametrize(
-    ("error", "is_of_peer"),
+    ("error", "is_of_peer", "action"),
     [
-        (hvd.HorovodInternalError("rank 1 has ended"), True),
-        (poptorch.RecoverableError("the device run has ended"), True),
-        (poptorch.UnrecoverableError("the device run has ended"), True),
-        (poptorch.Error("Application runtime error: the device run has ended"), True),
-        (poptorch.Error("the device run has ended", APPLICATION), True),
-        (poptorch.Error("Host-sync with GCD 1 timed out after 300 s"), True),
-        (poptorch.Error("HostSync timeout"), True),
-        (poptorch.Error("Floating point exception in tile 3", APPLICATION), False),
-        (poptorch.Error("The arguments differ from the compiled ones"), False),
-        (RuntimeError("host sync timeout"), False),
-        (poptorch.errors.DataFetcherError("the data set raised ValueError"), False),
+        (hvd.HorovodInternalError("rank 1 has ended"), True, None),
+        (PeerFailed("rank 1 has ended"), True, None),
+        (poptorch.RecoverableError("the device run has ended"), True, "IPU_RESET"),
+        (poptorch.RecoverableError("a link is down", recovery_action="PARTITION_RESET"), True, "PARTITION_RESET"),
+        (poptorch.UnrecoverableError("the device run has ended"), True, "UNRECOVERABLE"),
+        (poptorch.Error("Application runtime error: the device run has ended"), True, ""),
+        (poptorch.Error("the device run has ended", APPLICATION), True, ""),
+        (poptorch.Error("Host-sync with GCD 1 timed out after 300 s"), True, ""),
+        (poptorch.Error("HostSync timeout"), True, ""),
+        (poptorch.Error("Floating point exception in tile 3", APPLICATION), False, None),
+        (poptorch.Error("The arguments differ from the compiled ones"), False, None),
+        (RuntimeError("host sync timeout"), False, None),
+        (poptorch.errors.DataFetcherError("the data set raised ValueError"), False, None),
     ],
 )
-def test_a_plain_error_of_poptorch_can_be_that_of_a_peer(error: Exception, is_of_peer: bool) -> None:
-    assert collectives.caused_by_peer(error) is is_of_peer
-
-
-@pytest.mark.parametrize(
-    ("error", "action"),
-    [
-        (poptorch.RecoverableError("a link is down", recovery_action="PARTITION_RESET"), "PARTITION_RESET"),
-        (poptorch.UnrecoverableError("a parity error"), "UNRECOVERABLE"),
-        (poptorch.Error("the device run has ended", APPLICATION), ""),
-        (poptorch.Error("Floating point exception in tile 3", APPLICATION), None),
-        (hvd.HorovodInternalError("rank 1 has ended"), None),
-        (PeerFailed("rank 1 has ended"), None),
-    ],
-)
-def test_after_an_error_of_the_core_the_device_state_is_unknown(error: Exception, action: Optional[str]) -> None:
-    assert collectives.device_failure(error) == action
+def test_an_error_can_be_that_of_a_peer_and_after_one_of_the_core_the_device_state_is_unknown(
+    error: Exception, is_of_peer: bool, action: Optional[str]
+) -> None:
+    assert (collectives.caused_by_peer(error), collectives.device_failure(error)) == (is_of_peer, action)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +234,7 @@ def test_after_an_error_of_the_core_the_device_state_is_unknown(error: Exception
         (PeerFailed("rank 1 has ended"), 1, PeerFailed, None),
     ],
 )
-def test_the_process_of_an_instance_reports_an_error_of_its_device_and_of_a_peer(
+def test_the_process_reports_an_error_of_its_device_and_of_a_peer(
     make: Callable[..., Plan], error: Exception, instances: int, kind: type, action: Optional[str]
 ) -> None:
     process = object.__new__(InstanceProcess)  # without the output and the thread of a real one

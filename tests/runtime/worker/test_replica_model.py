@@ -33,8 +33,7 @@ class Device:
 
 @pytest.mark.parametrize("own", [[None, None], [0.01, None], [None, 0.5]])
 def test_a_group_with_its_own_rate_follows_the_schedule_from_there(make: Callable[..., Plan], own: List[Any]) -> None:
-    training = {"learning_rate": 0.2, "updates": 8, "warmup_updates": 2, "lr_schedule": "linear"}
-    plan = make(training=training)
+    plan = make(training={"learning_rate": 0.2, "updates": 8, "warmup_updates": 2, "lr_schedule": "linear"})
     layer = nn.Linear(2, 2)
     groups: List[Any] = [{"params": [layer.weight]}, {"params": [layer.bias]}]
     groups = [{**group, **({} if rate is None else {"lr": rate})} for group, rate in zip(groups, own)]
@@ -50,20 +49,42 @@ def test_a_group_with_its_own_rate_follows_the_schedule_from_there(make: Callabl
     assert device.rates == [*expected, expected[7]]
 
 
-def test_a_key_of_a_group_that_the_optimizer_does_not_have_is_an_error(make: Callable[..., Plan]) -> None:
+NO_GROUPS = "it returns a list of groups"
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (
+            lambda network: torch.optim.SGD(network.parameters(), lr=0.1),
+            "returned a SGD; .*; a model has one optimizer",
+        ),
+        (lambda network: [torch.optim.Adam(network.parameters())] * 2, "returned a Adam; .*a group with `lr`"),
+        (lambda network: {"params": list(network.parameters())}, f"returned one dict; {NO_GROUPS}"),
+        (lambda network: list(network.parameters()), f"returned a Parameter; {NO_GROUPS}"),
+        (lambda network: [], f"returned no group; {NO_GROUPS}"),
+        (lambda network: None, f"returned a NoneType; {NO_GROUPS}"),
+    ],
+)
+def test_optimizers_in_place_of_groups_and_unknown_keys_are_refused(
+    make: Callable[..., Plan], made: Any, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"parameter_groups of the task {words}"):
+        optimizers.build_optimizer(make().config, made(nn.Linear(2, 2)))
     groups: List[Any] = [{"params": nn.Linear(2, 2).parameters(), "learning_rate": 0.03}]
     with pytest.raises(ConfigError, match="sgd has no 'learning_rate'; the keys of a group are .*lr, .*momentum"):
         optimizers.build_optimizer(make().config, groups)
 
 
-def test_a_constant_rate_is_set_once_for_the_whole_run(make: Callable[..., Plan]) -> None:
+def test_a_constant_rate_is_set_once_for_the_whole_run_and_groups_can_be_any_iterable(
+    make: Callable[..., Plan],
+) -> None:
     plan = make(training={"learning_rate": 0.2, "updates": 8, "warmup_updates": 0, "lr_schedule": "constant"})
-    groups: List[Any] = [{"params": nn.Linear(2, 2).parameters(), "lr": 0.03}]
+    groups: Any = ({"params": [each], "lr": 0.03} for each in nn.Linear(2, 2).parameters())
     optimizer, device, scheduled = optimizers.build_optimizer(plan.config, groups), Device(), ScheduledRate(plan)
     for update in range(8):
         scheduled.set(device, optimizer, update)
-    assert device.rates == []
-    assert optimizer.param_groups[0]["lr"] == 0.03
+    assert (device.rates, [group["lr"] for group in optimizer.param_groups]) == ([], [0.03] * 2)
 
 
 @pytest.mark.parametrize("velocity", [None, 7.0])
@@ -81,34 +102,8 @@ def test_the_loss_and_the_velocity_scaling_change_together(
         return [optimizer.loss_scaling, optimizer.param_groups[0]["velocity_scaling"]]
 
     begin, end = plan.updates_per_epoch - 1, plan.updates_per_epoch
-    assert [scalings(0), scalings(begin)] == [[16.0, velocity or 16.0]] * 2
-    assert len(device.rates) == 0
-    assert [scalings(end), scalings(end + 1)] == [[32.0, velocity or 32.0]] * 2
-    assert len(device.rates) == 1
-
-
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        (
-            lambda network: torch.optim.SGD(network.parameters(), lr=0.1),
-            "returned a SGD; .*; a model has one optimizer",
-        ),
-        (lambda network: [torch.optim.Adam(network.parameters())] * 2, "returned a Adam; .*a group with `lr`"),
-        (lambda network: {"params": list(network.parameters())}, "returned one dict; it returns a list of groups"),
-        (lambda network: list(network.parameters()), "returned a Parameter; it returns a list of groups"),
-        (lambda network: [], "returned no group; it returns a list of groups"),
-        (lambda network: None, "returned a NoneType; it returns a list of groups"),
-    ],
-)
-def test_optimizers_in_place_of_groups_are_refused(make: Callable[..., Plan], made: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"parameter_groups of the task {words}"):
-        optimizers.build_optimizer(make().config, made(nn.Linear(2, 2)))
-
-
-def test_groups_can_be_any_iterable(make: Callable[..., Plan]) -> None:
-    groups: Any = ({"params": [each]} for each in nn.Linear(2, 2).parameters())
-    assert len(optimizers.build_optimizer(make().config, groups).param_groups) == 2
+    assert ([scalings(0), scalings(begin)], len(device.rates)) == ([[16.0, velocity or 16.0]] * 2, 0)
+    assert ([scalings(end), scalings(end + 1)], len(device.rates)) == ([[32.0, velocity or 32.0]] * 2, 1)
 
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--updates", "4", "--warmup-updates", "2"]
@@ -165,13 +160,11 @@ DECAY = 0.8
 def moves(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many times weights are read back, or a model is attached or detached, counted by method."""
     counted: Counter[str] = Counter()
+    kind = poptorch.PoplarExecutor
     for method in ("copyWeightsToHost", "attachToDevice", "detachFromDevice"):
-        real = getattr(poptorch.PoplarExecutor, method)
-        monkeypatch.setattr(
-            poptorch.PoplarExecutor,
-            method,
-            lambda self, real=real, method=method: (counted.update([method]), real(self))[1],
-        )
+        real = getattr(kind, method)
+        count = lambda self, real=real, name=method: (counted.update([name]), real(self))[1]  # noqa: E731
+        monkeypatch.setattr(kind, method, count)
     return counted
 
 
@@ -269,16 +262,10 @@ def test_a_resumed_run_has_the_same_average_and_begins_none(tmp_path: Path, caps
     [
         ("--ema-every 2", "--ema-every 2 has no effect without --ema"),
         ("--ema 0.9 --ema-every 3 --device-iterations 2", "--ema-every 3 is no multiple of --device-iterations 2"),
+        *((f"--ema {decay}", "training.ema") for decay in ("0", "1", "nan")),
     ],
 )
-def test_a_wrong_interval(flags: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_averages(flags: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--run-dir", str(tmp_path / "run"), *flags.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
-
-
-@pytest.mark.parametrize("decay", ["0", "1", "nan"])
-def test_a_wrong_decay_is_one_line(decay: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["--run-dir", str(tmp_path / "run"), "--ema", decay]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "training.ema" in line

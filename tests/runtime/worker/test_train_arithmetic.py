@@ -13,23 +13,18 @@ from poptorch import device_mode
 from torch.nn import functional
 
 from raypod import train
-from raypod.events import Event, RunEnded, UpdateDone
+from raypod.events import RunEnded, UpdateDone
 from raypod.plan.learning_rate import learning_rate
 from raypod.plan.plan import Plan
-from raypod.runs.metrics import MetricsAggregator
-from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.inline import InlineFleet
 from raypod.training import data as datasets
 from raypod.training.checkpoint import writer
 from raypod.training.data.order import epoch_order
 from raypod.training.data.transforms import gather
 from raypod.training.models import networks
+from tests.support.scripted_runs import events_of, of, only
 
 INLINE = {"run": {"fleet": "inline", "device": "emulated"}}
-
-
-def train_inline(plan: Plan) -> List[Event]:
-    return list(coordinator.run(plan, InlineFleet(plan), MetricsAggregator(plan, 0.0)))
 
 
 def final_weights(plan: Plan) -> Dict[str, torch.Tensor]:
@@ -37,7 +32,7 @@ def final_weights(plan: Plan) -> Dict[str, torch.Tensor]:
 
 
 def sha256(plan: Plan) -> str:
-    return next(event for event in train_inline(plan) if isinstance(event, RunEnded)).weights_sha256
+    return only(events_of(plan, InlineFleet(plan)), RunEnded).weights_sha256
 
 
 def plain_torch_loop(plan: Plan) -> Dict[str, torch.Tensor]:
@@ -76,7 +71,7 @@ def plain_torch_loop(plan: Plan) -> Dict[str, torch.Tensor]:
 def test_it_equals_a_plain_loop(make: Callable[..., Plan], replicas: int, accumulation: int, iterations: int) -> None:
     sizes = {"gradient_accumulation": accumulation, "device_iterations": iterations, "updates": 4}
     plan = make(training=sizes, pod={"replicas": replicas}, **INLINE)
-    train_inline(plan)
+    events_of(plan, InlineFleet(plan))
     ours, expected = final_weights(plan), plain_torch_loop(plan)
     assert list(ours) == list(expected)
     for name in expected:
@@ -98,9 +93,8 @@ def test_the_weights_depend_on_the_seed_and_not_on_device_iterations_or_eight_bi
 def test_images_are_resized_on_the_device_in_half_precision(make: Callable[..., Plan]) -> None:
     data = {"eight_bit_io": True, "image_size": 16}
     plan = make(data=data, training={"precision": "16.16", "updates": 2}, **INLINE)
-    assert [event.loss for event in train_inline(plan) if isinstance(event, UpdateDone)] == pytest.approx(
-        [2.3, 2.3], abs=0.4
-    )
+    losses = [event.loss for event in of(events_of(plan, InlineFleet(plan)), UpdateDone)]
+    assert losses == pytest.approx([2.3, 2.3], abs=0.4)
 
 
 IMAGES = ["--dataset", "synthetic", "--samples", "32", "--image", "1x8x8", "--model"]

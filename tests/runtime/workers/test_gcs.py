@@ -155,7 +155,6 @@ def leader(processes: None) -> Iterator[subprocess.Popen[bytes]]:
     """A process that leads a session with one child, and prints a line when both run."""
     script = "sleep 300 & echo; wait"
     with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         yield process
         ray_reaper.kill({process.pid: ray_reaper.process_of(process.pid)})
@@ -173,16 +172,15 @@ def test_the_processes_of_a_session_also_without_their_leader(leader: subprocess
     assert ray_reaper.members(leaders) == []
 
 
-def test_a_reused_pid_is_another_session(leader: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reused_pid_and_a_leader_that_ended_before_it_was_told_are_other_sessions(
+    leader: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = ray_reaper.process_of(leader.pid)
     assert before is not None
     monkeypatch.setattr(before, "is_running", lambda: False)  # the pid exists, and is another process
     assert ray_reaper.members({leader.pid: before}) == []
-
-
-def test_a_leader_that_ended_before_it_was_told(leader: subprocess.Popen[bytes]) -> None:
+    assert ray_reaper.members({leader.pid: None}) == []  # its pid belongs to another process by now
     ended = subprocess.Popen(["true"], start_new_session=True)
     ended.wait()
     assert ray_reaper.process_of(ended.pid) is None
     assert ray_reaper.members({ended.pid: None}) == []
-    assert ray_reaper.members({leader.pid: None}) == []  # its pid belongs to another process by now

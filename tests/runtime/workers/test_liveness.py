@@ -31,27 +31,19 @@ def stuck(*reports: HeartbeatReport, **bounds: Any) -> List[int]:
     return [suspect.instance for suspect in suspects(*reports, **bounds)]
 
 
-def test_instances_within_their_bounds_are_no_suspects() -> None:
+def test_a_silent_instance_is_a_suspect_and_its_last_activity_is_named() -> None:
     assert not suspects(report(0, IN_CALL, 29.0), report(1, LOADING, 29.0))
     assert not suspects(report(0, IDLE, 5000.0), report(1, "save", 5000.0))  # they have their own timeouts
-
-
-def test_a_silent_instance_is_a_suspect_and_its_last_activity_is_named() -> None:
-    heartbeats = {
-        0: LastHeartbeat(report(0, IN_CALL, 1.0, waits=True), NOW_S - 1),
-        1: LastHeartbeat(report(1, LOADING, 1.0), NOW_S - 16),
-    }
+    waits = LastHeartbeat(report(0, IN_CALL, 1.0, waits=True), NOW_S - 1)
+    heartbeats = {0: waits, 1: LastHeartbeat(report(1, LOADING, 1.0), NOW_S - 16)}
     (suspect,) = find_suspects(heartbeats, NOW_S, RunSection())
     assert (suspect.instance, suspect.kind) == (1, "silent")
     assert suspect.cause.startswith("silent for 16.0 s (run.silent_after_s = 15)")
     assert suspect.cause.endswith("it was loading data")
     assert not find_suspects(heartbeats, NOW_S, RunSection(silent_after_s=17))
     assert not find_suspects({0: LastHeartbeat(None, 0.0)}, NOW_S, RunSection())  # it is being built
-
-
-def test_a_late_reply_from_before_the_build_hides_no_silence() -> None:
     first = LastHeartbeat(None, NOW_S - 20).next(report(1, IDLE, 0.0), NOW_S - 17)
-    late = first.next(None, NOW_S - 16)
+    late = first.next(None, NOW_S - 16)  # a late reply from before the build hides no silence
     assert late == first
     (suspect,) = find_suspects({1: late}, NOW_S, RunSection())
     assert (suspect.kind, suspect.cause[:18]) == ("silent", "silent for 17.0 s ")
@@ -148,11 +140,13 @@ def test_a_survivor_that_waits_must_end_that_within_the_stop_timeout(activity: s
     assert cause == "did not abort its collectives with the lost instances within 11.0 s (run.stop_timeout_s = 10)"
 
 
-def test_a_survivor_that_waits_and_uses_cpu_time_has_a_multiple_of_the_stop_timeout() -> None:
+def test_a_survivor_that_waits_and_uses_cpu_time_has_longer_and_a_silent_one_is_not_waited_for() -> None:
     waiting = report(0, IN_CALL, 0.0, waits=True)
     assert unreleased(busy_until(90.0, waiting, 90.0), 90.0) == []
     assert unreleased(busy_until(90.0, waiting, 75.0), 90.0)
     assert unreleased(busy_until(10 * BUSY_FACTOR + 1, waiting, 1000.0), 10 * BUSY_FACTOR + 1)
+    assert unreleased(LastHeartbeat(report(0, "evaluate", 1.0), 0.0), 16.0)[0].startswith("silent for 16.0 s")
+    assert unreleased(LastHeartbeat(None, 0.0), 500.0) == []  # it is being built
 
 
 def test_a_survivor_that_computes_has_the_timeout_of_a_call() -> None:
@@ -167,8 +161,3 @@ def test_a_survivor_that_computes_has_the_timeout_of_a_call() -> None:
         for seconds, expected in ((limit_s - 1, []), (limit_s + 1, [0])):
             last = {0: LastHeartbeat(report(0, activity, seconds), seconds)}
             assert [each.instance for each in find_unreleased(last, [0], -seconds, seconds, on_ipus)] == expected
-
-
-def test_a_silent_survivor_is_not_waited_for() -> None:
-    assert unreleased(LastHeartbeat(report(0, "evaluate", 1.0), 0.0), 16.0)[0].startswith("silent for 16.0 s")
-    assert unreleased(LastHeartbeat(None, 0.0), 500.0) == []  # it is being built

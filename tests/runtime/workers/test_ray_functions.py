@@ -61,8 +61,7 @@ def raises(error: Exception, ready_s: float = 0.0, is_of_peer: bool = False) -> 
 
 def test_results_are_in_order_and_output_is_passed_on(ray: ScriptedRay, connect: Connect, written: List[Any]) -> None:
     found = connect(returns("a", ray.now_s + 400.0), returns("b"))
-    assert found.call(b"", None) == ["a", "b"]
-    assert written == [(0, STDOUT, b"line"), (1, STDOUT, b"line")]
+    assert (found.call(b"", None), written) == (["a", "b"], [(0, STDOUT, b"line"), (1, STDOUT, b"line")])
     began_s = ray.now_s
     found.close()
     assert ray.now_s - began_s == 5  # to leave the process group
@@ -90,11 +89,17 @@ def test_an_instance_that_died_or_never_ends_is_no_first_cause(ray: ScriptedRay,
     assert ray.now_s - began_s < 7
 
 
-def test_a_function_that_does_not_end_is_a_timeout(ray: ScriptedRay, connect: Connect) -> None:
+def test_a_function_that_does_not_end_and_a_start_that_does_not_are_timeouts(
+    ray: ScriptedRay, connect: Connect
+) -> None:
     found, began_s = connect(returns(1), Ref(None, NEVER)), ray.now_s
     with pytest.raises(WaitTimedOut, match="waited 20 s for the function to end in instance 1 on host h1; timeout_s"):
         found.call(b"", 20.0)
     assert 20 <= ray.now_s - began_s < 22
+    began_s = ray.now_s
+    with pytest.raises(WaitTimedOut, match="waited 30 s for prepare of instance 1 on host h1; start_timeout_s"):
+        connect(Ref(None), Ref(None, NEVER))._all("prepare")
+    assert 30 <= ray.now_s - began_s < 31
 
 
 @pytest.mark.parametrize(
@@ -108,13 +113,6 @@ def test_a_function_that_does_not_end_is_a_timeout(ray: ScriptedRay, connect: Co
 def test_an_instance_that_does_not_start_is_named(connect: Connect, error: Exception, kind: type, message: str) -> None:
     with pytest.raises(kind, match=message):
         connect(Ref(None), Ref(error))._all("prepare")
-
-
-def test_the_start_has_a_timeout(ray: ScriptedRay, connect: Connect) -> None:
-    began_s = ray.now_s
-    with pytest.raises(WaitTimedOut, match="waited 30 s for prepare of instance 1 on host h1; start_timeout_s"):
-        connect(Ref(None), Ref(None, NEVER))._all("prepare")
-    assert 30 <= ray.now_s - began_s < 31
 
 
 Recorded = List[Tuple[str, str, float, Dict[str, str]]]

@@ -127,7 +127,6 @@ def test_a_standby_replaces_a_killed_instance_and_another_starts(
     with ray_cluster(("",)):
         outcome = run(plan, [(6, kill(1, 3)), (14, kill(0, 4))])
     assert_undisturbed(plan, outcome, undisturbed)
-    assert outcome.lost == [(1, "died"), (0, "died")]
-    assert starts(plan) == [2, 2]
+    assert (outcome.lost, starts(plan)) == ([(1, "died"), (0, "died")], [2, 2])
     for index in (0, 1):
         assert ": continued by a standby on " in Path(plan.log_file(index)).read_text()

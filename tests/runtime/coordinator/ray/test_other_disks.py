@@ -72,7 +72,6 @@ def test_checkpoints_are_sent_to_the_disk_of_the_coordinator_and_loaded_from_it(
         cluster = Cluster("apart", tuple(Host(each, each) for each in addresses))
         part = run(plan_of(20, cluster))
         valid, damaged = newest_valid(checkpoints)
-        assert valid is not None
         assert (valid.update, valid.manifest.weights_sha256, damaged) == (20, part.sha256, [])
 
         def kill_all(plan: Plan) -> None:

@@ -118,45 +118,46 @@ def test_a_worker_is_forked_with_torch_and_has_what_the_raylet_gave_it(host: Hos
     assert "differs" not in host.log()
 
 
-def test_a_worker_that_is_no_fork_is_executed(host: Host) -> None:
+def test_a_worker_that_is_no_fork_is_executed_and_a_request_that_was_given_up_starts_none(
+    host: Host, tmp_path: Path
+) -> None:
     worker = host.worker(OMP_NUM_THREADS="3", NEW="")
     assert (worker["script"], worker["has_torch"]) == ("default_worker.py", False)
     assert worker["pid"] == worker["started"]
     assert host.log() == "not forked, because its environment differs: NEW, OMP_NUM_THREADS\n"
     assert host.worker("other.py")["script"] == "other.py"  # as Ray's setup_worker.py, for a runtime environment
-    host.template.close()
-    assert host.worker()["script"] == "default_worker.py"
-
-
-def test_a_request_that_was_given_up_starts_no_worker(host: Host, tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    (tmp_path / "default_worker.py").write_text(f"open({str(marker)!r}, 'a')")
-    request = {
-        "arguments": [str(tmp_path / "default_worker.py")],
-        "environment": host.services.environment,
-        "folder": "/",
-        "descriptors": [],
-        "niceness": 0,
-        "oom_score": "0",
-    }
-    text = json.dumps(request).encode()
+    default, marker = tmp_path / "default_worker.py", tmp_path / "marker"
+    worker_text = default.read_text()
+    default.write_text(f"open({str(marker)!r}, 'a')")
+    request = {"arguments": [str(default)], "environment": host.services.environment, "folder": "/"}
+    text = json.dumps({**request, "descriptors": [], "niceness": 0, "oom_score": "0"}).encode()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(host.services.environment["RAYPOD_TEMPLATE"])
         connection.sendall(len(text).to_bytes(4, "little") + text)
         assert connection.recv(1) == b"y"
     assert wait_until(lambda: not psutil.Process(host.template.pid).children(), WITHIN_S)
     assert not marker.exists()
+    default.write_text(worker_text)
+    host.template.close()
+    assert host.worker()["script"] == "default_worker.py"
 
 
-def test_other_users_neither_reach_a_template_nor_stand_for_one(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_users_neither_reach_a_template_nor_stand_for_one_and_it_ends_with_the_raylet(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.worker()
     path = Path(host.services.environment["RAYPOD_TEMPLATE"])
     assert (path.is_socket(), path.parent) == (True, host.folder), "a folder of mode 0700"
-    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)  # as if the socket were another user's
-    with pytest.raises(PermissionError, match="a template of another user"):
-        worker_request.fork(str(path), ["default_worker.py"])
     left, right = socket.socketpair()
-    with left, right, pytest.raises(PermissionError, match="a process of another user"):
-        worker_template.receive(left)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getuid", lambda: os.geteuid() + 1)  # as if the socket were another user's
+        with pytest.raises(PermissionError, match="a template of another user"):
+            worker_request.fork(str(path), ["default_worker.py"])
+        with left, right, pytest.raises(PermissionError, match="a process of another user"):
+            worker_template.receive(left)
+    host.raylet.kill()
+    host.raylet.wait()
+    assert wait_until(lambda: psutil.Process(host.template.pid).status() == psutil.STATUS_ZOMBIE)
 
 
 @pytest.mark.parametrize("logs", [None, "long" * 30], ids=["no logs", "no place for the socket"])
@@ -197,13 +198,6 @@ def test_the_descriptors_of_a_broken_request_are_closed(text: bytes) -> None:
         with pytest.raises((ConnectionError, ValueError)):
             worker_template.receive(left)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-def test_the_template_ends_with_the_raylet(host: Host) -> None:
-    host.worker()
-    host.raylet.kill()
-    host.raylet.wait()
-    assert wait_until(lambda: psutil.Process(host.template.pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_packages_that_start_threads_forbid_forks(

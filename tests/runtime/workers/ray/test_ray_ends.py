@@ -74,7 +74,6 @@ def test_a_signal_to_the_group_ends_a_run_with_its_processes(start_command: Call
     assert summary["updates"] == len((tmp_path / "trains" / "metrics.jsonl").read_text().splitlines())
     assert f"Interrupted after update {summary['updates']}; continue with --resume" in out
     state = run_state.read(tmp_path / "trains")
-    assert state is not None
     assert (state.state, state.exit_code) == (run_state.INTERRUPTED, 130)
 
 
@@ -108,7 +107,6 @@ def test_the_loss_of_the_head_ends_it(
     assert ", the head of the Ray cluster, is lost: its GCS at " in message
     assert message.endswith(f", then continue with --resume {folder}")
     state = run_state.read(folder)
-    assert state is not None
     assert (state.state, state.exit_code) == (run_state.FAILED, 1)
     newest, damaged = newest_valid(storage.checkpoints_folder(folder))
     assert newest is not None
