@@ -34,14 +34,12 @@ QUICK = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--lr-s
 
 
 def start(folder: Path, *flags: str, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """Start a command in `folder`."""
     line = [*prefix, sys.executable, "-m", "raypod.train", *QUICK, *flags]
     variables, pipe = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, subprocess.PIPE
     return subprocess.Popen(line, cwd=str(folder), env=variables, stdout=pipe, stderr=pipe, text=True)
 
 
 def tree(folder: Path) -> Dict[str, bytes]:
-    """The content of all files, and the names of all folders."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
@@ -78,9 +76,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder, empty, and an importable model without batch normalization."""
     modules = tmp_path / "modules"
     modules.mkdir()
-    (modules / "without_norms.py").write_text(
-        "import poptorch\nimport torch\n\n\ndef make(channels, classes):\n    return torch.nn.Flatten()\n"
-    )
+    text = "import poptorch\nimport torch\n\n\ndef make(channels, classes):\n    return torch.nn.Flatten()\n"
+    (modules / "without_norms.py").write_text(text)
     monkeypatch.syspath_prepend(str(modules))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     folder = tmp_path / "here"
@@ -318,7 +315,6 @@ def entries(folder: Path) -> List[str]:
 
 
 def age(folder: Path, seconds: float) -> None:
-    """Change the time of the last heartbeat."""
     found = lease.current(folder)
     os.utime(str(found.path), (found.renewed_s - seconds,) * 2)
 

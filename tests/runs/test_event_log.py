@@ -119,7 +119,6 @@ def test_many_epochs_and_checkpoints_do_not_displace_a_repair() -> None:
 
 
 def documented() -> Dict[str, List[Set[str]]]:
-    """Return the fields of the tables of each event."""
     found: Dict[str, List[Set[str]]] = {}
     for part in (DOCS / "reference/events.md").read_text().split("\n## ")[1:]:
         name = part.partition("\n")[0].strip("`")
@@ -135,12 +134,17 @@ def fields(event_type: type) -> Set[str]:
     return {field.name for field in dataclasses.fields(event_type)}
 
 
-def test_every_event_of_a_run_has_its_fields() -> None:
+def test_every_event_of_a_run_has_its_fields_and_an_example() -> None:
     found = documented()
     logged = [each for each in typing.get_args(events.Event) if each not in (events.UpdateDone, events.CallDone)]
     of_run = {name: tables[0] for name, tables in found.items() if not re.match("process_|call_times", name)}
     assert of_run == {event_name(each): fields(each) - {"details"} for each in logged}  # those are in `test.json`
     assert found["run_started"][1] == fields(events.InstanceStarted)
+    logged_types = set(typing.get_args(events.Event)) - {events.UpdateDone, events.CallDone}
+    assert {type(event) for event, _ in EXAMPLES} == logged_types
+    process = {"process_started", "process_failed", "process_interrupted", "process_preempted", "call_times"}
+    assert process | {event_name(each) for each in logged_types} == ALL
+    assert MAIN < ALL & RECENT
 
 
 def test_the_lines_of_the_process_and_of_the_calls_have_their_fields(tmp_path: Path, make: Callable[..., Plan]) -> None:
@@ -231,14 +235,6 @@ def test_the_lines_of_the_process_and_of_the_calls_have_a_text(tmp_path: Path) -
     times = [f"instance {index} 20.0 ms (busy 1.00 of the median)" for index in range(2)]
     assert texts[2] == f"call times: 2 calls from update 0; {', '.join(times)}"
     assert texts[3] == "process failed: exit code 1: instance 1 on host host-1 failed: it broke; its log: the log"
-
-
-def test_every_event_of_a_run_is_known_and_has_an_example() -> None:
-    logged_types = set(typing.get_args(events.Event)) - {events.UpdateDone, events.CallDone}
-    assert {type(event) for event, _ in EXAMPLES} == logged_types
-    process = {"process_started", "process_failed", "process_interrupted", "process_preempted", "call_times"}
-    assert process | {event_name(each) for each in logged_types} == ALL
-    assert MAIN < ALL & RECENT
 
 
 @pytest.mark.parametrize(

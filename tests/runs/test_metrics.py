@@ -202,7 +202,6 @@ def started(instances: int) -> RunStarted:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> List[float]:
-    """The time, which a test changes."""
     found = [1000.0]
     monkeypatch.setattr("raypod.runs.call_times.time.monotonic", lambda: found[0])
     return found
@@ -224,16 +223,13 @@ def test_a_summary_has_the_quantiles_shares_and_buckets_of_the_recent_calls() ->
     assert [found[bound] for bound in (0.001, 0.0025, 0.25, 0.5, 300.0, float("inf"))] == [1, 2, 2, 3, 3, 4]
 
 
-def test_the_instance_that_does_not_wait_for_others_is_the_slow_one() -> None:
+def test_the_slow_instance_waits_for_no_other_and_first_calls_do_not_count() -> None:
     calls = CallsByInstance()
     for _ in range(3):
         times = tuple(CallTimes(index, 1.0, 0.0, wait_s) for index, wait_s in enumerate((0.6, 0.6, 0.0)))
         calls.handle(CallDone(0, (), times))
     ratios = [each["busy_ratio"] for each in calls.summaries().values()]
     assert ratios == pytest.approx([1.0, 1.0, 2.5])
-
-
-def test_the_first_call_of_a_process_is_not_counted() -> None:
     calls = CallsByInstance()
     calls.handle(started(2))
     calls.handle(call(0, 30.0, 30.0))

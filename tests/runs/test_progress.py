@@ -83,12 +83,18 @@ def shown(make: Callable[..., Plan]) -> Shown:
     return show
 
 
-def test_a_resumed_bar_starts_inside_the_epoch(shown: Shown) -> None:
+def test_a_resumed_bar_starts_inside_the_epoch_and_a_run_that_ends_inside_shows_its_last_update(shown: Shown) -> None:
     _, err = shown(*map(update, range(61, 89)), err=Terminal())
     assert "[Epoch 02]" in err
     assert "17/44" in err  # updates 45..60 were done before the resume
     assert "?it/s" not in err, "no bar without figures"
     assert "44/44" in err
+    ended = RunEnded(20, False, "ab", None)
+    assert "[Epoch 01, update 20] loss: 1.250, acc: 50.0" in shown(*map(update, range(1, 21)), ended)[0]
+    assert ", update" not in shown(*map(update, range(1, 45)), EPOCH, ended)[0]
+    out, _ = shown(update(20), EvaluationDone(360, {"loss": 1.0, "accuracy": 60.0}, 20, 1), update(21), ended)
+    assert "update 20]" not in out  # an evaluation within the epoch is not the end of the run
+    assert "[Epoch 01, update 21]" in out
 
 
 def test_a_notebook_has_one_bar_for_the_run(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,15 +128,6 @@ def test_without_a_terminal_plain_lines_are_printed_and_the_result_and_an_interr
         (RunEnded(50, True, "ab", "other/update-50"), "50; continue with --resume other/update-50"),
     ):
         assert f"Interrupted after update {hint}\n" in shown(ended)[0]
-
-
-def test_a_run_that_ends_within_an_epoch_shows_its_last_update(shown: Shown) -> None:
-    ended = RunEnded(20, False, "ab", None)
-    assert "[Epoch 01, update 20] loss: 1.250, acc: 50.0" in shown(*map(update, range(1, 21)), ended)[0]
-    assert ", update" not in shown(*map(update, range(1, 45)), EPOCH, ended)[0]
-    out, _ = shown(update(20), EvaluationDone(360, {"loss": 1.0, "accuracy": 60.0}, 20, 1), update(21), ended)
-    assert "update 20]" not in out  # an evaluation within the epoch is not the end of the run
-    assert "[Epoch 01, update 21]" in out
 
 
 def test_a_warning_of_the_run_names_no_instance_and_an_unknown_loss_is_none(shown: Shown) -> None:
@@ -296,17 +293,16 @@ def test_a_steady_run_ends_when_it_is_shown(first: int, per_call: int) -> None:
     assert all(left_s == pytest.approx(true_s) for left_s, true_s in rows)
 
 
-def test_evaluations_are_counted_without_jumps() -> None:
+def test_evaluations_repairs_and_a_slower_pace_cause_no_jumps() -> None:
     rows = left_of(440, lambda update: 1.0, lambda update: [(EVALUATION, 20.0)] if update % 44 == 1 < update else [])
     steps = [abs(after - before) for (before, _), (after, _) in zip(rows, rows[1:])]
     assert max(steps) < 0.25 * rows[0][0]
     assert all(left_s == pytest.approx(true_s, abs=30.0) for left_s, true_s in rows[132:])
     assert rows[-1] == (0.0, 0.0)
-
-
-def test_a_repair_does_not_change_the_pace() -> None:
     rows = left_of(400, lambda update: 1.0, lambda update: [(LOST, 20.0), (REPAIRED, 80.0)] if update == 20 else [])
     assert [left_s for left_s, _ in rows] == pytest.approx([float(left) for left in range(398, -1, -1)])
+    rows = left_of(2000, lambda update: 0.2 if update < 500 else 1.0)
+    assert (rows[400][0], rows[900][0]) == (pytest.approx(0.2 * 1600, rel=0.02), pytest.approx(1100, rel=0.1))
 
 
 @pytest.mark.parametrize(("slow", "most"), [(10, 2.5), (30, 1.5), (100, 1.2), (395, 1.0)])
@@ -315,8 +311,3 @@ def test_a_slow_call_does_not_multiply_the_remaining_time(slow: int, most: float
     assert max(left_s for left_s, _ in rows) < most * 400
     after = [left_s / true_s for left_s, true_s in rows[slow + 100 :] if true_s > 0]
     assert all(0.8 < ratio < 1.4 for ratio in after)
-
-
-def test_a_run_that_becomes_slower_is_followed() -> None:
-    rows = left_of(2000, lambda update: 0.2 if update < 500 else 1.0)
-    assert (rows[400][0], rows[900][0]) == (pytest.approx(0.2 * 1600, rel=0.02), pytest.approx(1100, rel=0.1))

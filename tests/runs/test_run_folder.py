@@ -94,7 +94,6 @@ def cut_off(folder: Path, *updates: int) -> None:
 
 
 def starts_of(folder: Path) -> List[int]:
-    """The update from which each start of a run has trained."""
     return [line["first_update"] for line in lines_of(folder / "events.jsonl") if line["event"] == "run_started"]
 
 
@@ -167,8 +166,11 @@ def file_size_limit() -> Iterator[Callable[[], None]]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_the_files_of_a_run_unchanged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_leaves_the_files_of_a_run_unchanged_and_is_one_line_at_the_end(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    write_summary = run_folder.write_summary
     capsys.readouterr()
     with file_size_limit() as fill_disk:
         fill_disk()
@@ -176,6 +178,12 @@ def test_a_full_disk_leaves_the_files_of_a_run_unchanged(folder: Path, capsys: p
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot write into the run folder" in line
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    with file_size_limit() as fill_disk:
+        fill = lambda *arguments: (fill_disk(), write_summary(*arguments))  # noqa: E731
+        monkeypatch.setattr(run_folder, "write_summary", fill)
+        assert command(*QUICK, "--updates", "2", "--run-dir", str(tmp_path / "other")) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "summary.json cannot be written" in line
 
 
 def test_the_same_command_continues_without_the_first_run(
@@ -202,23 +210,6 @@ def test_a_run_that_ends_after_a_rollback_has_the_metrics_of_its_last_update(mak
         view.on_event(event)
     run_folder.write_summary(plan, metrics, view)
     assert (summary_of(folder)["updates"], summary_of(folder)["loss"]) == (10, 10.5)
-
-
-def test_a_full_disk_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write = run_folder.write_summary
-
-    with file_size_limit() as fill_disk:
-
-        def write_to_full_disk(*arguments: object) -> None:
-            fill_disk()
-            write(*arguments)
-
-        monkeypatch.setattr(run_folder, "write_summary", write_to_full_disk)
-        assert command(*QUICK, "--updates", "2", "--run-dir", str(tmp_path / "run")) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "summary.json cannot be written" in line
 
 
 def test_a_run_whose_output_is_on_a_full_disk_ends_as_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +277,6 @@ def test_the_same_command_finishes_a_run_that_died_in_its_last_evaluation(folder
 
 
 def accuracies(folder: Path) -> Dict[int, Optional[float]]:
-    """The test accuracy of each checkpoint, by update."""
     readable, damaged = list_checkpoints(folder / "checkpoints")
     assert not damaged
     return {each.update: each.manifest.tested.get("accuracy") for each in readable}

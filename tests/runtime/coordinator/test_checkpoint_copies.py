@@ -70,11 +70,9 @@ class Hosts(InlineFleet):
         return server
 
     def disk(self, host: str) -> Path:
-        """Return the folder of the copies on a host."""
         return self._root / ("shared" if host in self._shared else host)
 
     def held(self, host: str) -> List[int]:
-        """Return the updates of the copies on a host."""
         return [age[1] for run in self.disk(host).glob("*") for age, _ in held_copies(run)]
 
 
@@ -90,10 +88,8 @@ class Session:
         folder.mkdir(exist_ok=True)
         state = run_state.RunState(1, 2, "head", run_state.RUNNING, 0, 200)
         (folder / layout.STATE).write_text(json.dumps(vars(state)))
-        disk = str(self.fleet.disk("head"))
-        self.copies = CheckpointCopies(
-            self.plan, self.fleet, self.warnings.append, lambda line: None, lambda: left_s, disk
-        )
+        disk, warn = str(self.fleet.disk("head")), self.warnings.append
+        self.copies = CheckpointCopies(self.plan, self.fleet, warn, lambda line: None, lambda: left_s, disk)
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(self.copies)
 
@@ -102,7 +98,6 @@ class Session:
         return self
 
     def save(self, update: int) -> Checkpoint:
-        """Write a checkpoint, and report it to the copies."""
         checkpoint = save(self.plan, update, keep=2)
         began_s = time.monotonic()
         self.copies.on_event(CheckpointSaved(update, str(checkpoint.path), ""))
@@ -113,7 +108,6 @@ class Session:
         return wait_until(lambda: self.fleet.held(host) == [update])
 
     def end(self, interrupted: bool = False) -> Dict[str, Any]:
-        """End the run; return the entry of its summary."""
         self.copies.on_event(RunEnded(0, interrupted, "", None))
         found: Dict[str, Any] = self.copies.summary()["checkpoint_copies"]
         self.close()
@@ -160,8 +154,6 @@ def test_the_newest_checkpoint_is_kept_on_so_many_hosts(session: Open) -> None:
 
 
 def fail_from(first: int) -> Fault:
-    """Return the fault of a host that is lost at a request."""
-
     def fault(number: int, request: Request) -> Optional[Request]:
         if number >= first:
             raise ConnectionError("the host is lost")
@@ -205,8 +197,6 @@ def test_a_host_that_keeps_failing_is_a_warning_and_is_tried_again_with_the_next
 
 
 def is_paused_in(method: str, arrived: threading.Event, released: threading.Event) -> Fault:
-    """Return the fault of a host that is slow with a request."""
-
     def wait(number: int, request: Request) -> Request:
         if request[0] == method:
             arrived.set()
@@ -394,7 +384,6 @@ class MovesToOtherDisk(OtherDisk):
                 raise FleetBroken((InstanceLost(0, "head", "died", "its process died", "", "", "0.log"),), "")
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-        """Replace the instance; nothing has its state."""
         assert self._there is not None
         self._instance.finish_saves()
         self._instance.close()

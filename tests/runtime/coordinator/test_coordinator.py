@@ -44,7 +44,7 @@ def plan_of(make: Make, instances: int) -> Plan:
     return make(training={"updates": 10, "batch_size": 1}, pod={"replicas": 2 * instances, "num_instances": instances})
 
 
-def test_a_run_of_256_instances_yields_every_update(make: Make) -> None:
+def test_a_run_of_256_instances_yields_every_update_and_its_work_grows_no_faster(make: Make) -> None:
     plan = plan_of(make, 256)
     events = events_of(plan, ScriptedFleet(plan))
     assert updates_of(events) == list(range(1, 11))
@@ -53,6 +53,8 @@ def test_a_run_of_256_instances_yields_every_update(make: Make) -> None:
         assert (event.loss, event.metrics["accuracy"]) == (pytest.approx(mean), pytest.approx(100 * mean))
     assert only(events, EvaluationDone).samples == 256
     assert not only(events[-1:], RunEnded).interrupted
+    few, many = (instructions(plan_of(make, instances)) for instances in (16, 128))
+    assert few < many <= 8 * few
 
 
 def test_hosts_with_other_files_or_another_torch_are_an_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,11 +91,6 @@ def instructions(plan: Plan) -> int:
     finally:
         sys.settrace(before)
     return counted
-
-
-def test_the_work_per_update_grows_no_faster_than_the_instances(make: Make) -> None:
-    few, many = (instructions(plan_of(make, instances)) for instances in (16, 128))
-    assert few < many <= 8 * few
 
 
 class Warns(ScriptedFleet):
@@ -180,7 +177,6 @@ def warned(make: Callable[..., Plan], loss: Callable[[int], float], test_loss: f
 
 
 def texts_of(events: List[Any]) -> Dict[int, str]:
-    """Return the warnings by the update before each."""
     return {events[n - 1].update: each.text for n, each in enumerate(events) if isinstance(each, InstanceWarned)}
 
 
@@ -201,15 +197,12 @@ def test_other_losses_and_a_range_test_of_the_rate_have_none(make: Make, loss: C
     assert texts_of(warned(make, loss, training=ranged)) == {}
 
 
-def test_a_loss_that_is_not_finite_names_its_consequence_once(make: Callable[..., Plan]) -> None:
+def test_values_that_are_not_finite_name_their_consequence_once(make: Callable[..., Plan]) -> None:
     found = texts_of(warned(make, lambda n: math.nan if n > 6 else 1.0, run={"on_nonfinite": "continue"}))
     (text,) = found.values()
     assert list(found) == [7]
     assert text.startswith("the loss became nan at update 7 (learning rate ")
     assert text.endswith(f"); the run continues (--on-nonfinite continue); {WAY_ON}")
-
-
-def test_a_metric_of_the_test_split_that_is_not_finite_is_named_once(make: Callable[..., Plan]) -> None:
     training = {"evaluate_every": 1, "learning_rate": 0.25, "updates": 20}
     (text,) = texts_of(warned(make, lambda n: 1.0, math.nan, training=training)).values()
     assert text.startswith("loss is nan on the test split after update ")
@@ -389,17 +382,14 @@ def test_the_first_and_the_last_checkpoint_wait_for_the_disk(make: Make, monkeyp
     assert (of(events, CheckpointSaved)[-1].update, of(events, CheckpointFailed)[-1].waits_s) == (20, WAIT_S)
 
 
-def test_nobody_waits_for_the_disk_once_a_stop_is_requested(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, stop, events = plan_with_retries(make), Stop(), []  # type: ignore[var-annotated]
+@pytest.mark.parametrize("can_pass", [True, False])
+def test_nobody_waits_for_the_disk_once_a_stop_is_requested_or_for_another_reason_than_space(
+    make: Make, monkeypatch: pytest.MonkeyPatch, can_pass: bool
+) -> None:
+    plan, stop = plan_with_retries(make), Stop()
     fleet = DiskFills(plan, monkeypatch, 0.0, 1e9)
     fleet.on_sleep = lambda: stop.request("the user") if fleet.waited_s > 5 else None
-    assert "there is no earlier checkpoint" in str(ended_by(plan, fleet, events, stop))
-    assert fleet.waited_s < 10
-
-
-def test_a_checkpoint_lost_for_another_reason_is_not_waited_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_with_retries(make)
-    fleet = DiskFills(plan, monkeypatch, 0.0, 1e9)
-    fleet.can_pass = False
-    assert "so the run ends here" in str(ended_by(plan, fleet, []))
-    assert not fleet.waited_s
+    fleet.can_pass = can_pass
+    words = "there is no earlier checkpoint" if can_pass else "so the run ends here"
+    assert words in str(ended_by(plan, fleet, [], stop))
+    assert fleet.waited_s < 10 if can_pass else not fleet.waited_s

@@ -176,7 +176,7 @@ def test_a_checkpoint_lost_with_its_writer_is_written_again_and_the_report_of_an
     assert only(events, RunEnded).checkpoint == "update-4"
 
 
-def test_a_run_that_loses_all_instances_at_its_end_trains_again(make: Make) -> None:
+def test_a_run_that_loses_all_at_its_end_trains_again_but_not_over_checkpoints_that_cannot_be_read(make: Make) -> None:
     plan = plan_of(make)
     fleet = Breaks(plan, in_call={"finish_saves": broken(lost(0))}, repairs=[{}])
     events = events_of(plan, fleet)
@@ -184,6 +184,12 @@ def test_a_run_that_loses_all_instances_at_its_end_trains_again(make: Make) -> N
     assert (repaired.seeded_from, repaired.update) == ("the beginning", 0)
     assert (fleet.called.count("save"), fleet.called[-2:]) == (2, ["finish_saves", "evaluate"])
     assert (ended.updates, ended.checkpoint, events[-1]) == (4, "update-4", ended)
+    plan = plan_of(make)
+    flip_a_bit(save(plan, 2).path / "weights.safetensors")
+    fleet = Breaks(plan, {(3, 0): broken(lost(0), lost(1))}, repairs=[{}])
+    with pytest.raises(CheckpointDamaged, match="no checkpoint that can be read: .*update-00000002 is damaged"):
+        events_of(plan, fleet)
+    assert fleet.called.count("seed_weights") == 1
 
 
 class Loads(Breaks):
@@ -220,15 +226,6 @@ def test_a_run_that_went_back_past_a_damaged_checkpoint_does_not_continue_from_i
     assert only(events_of(plan, fleet), Repaired).update == 5
     weights.write_bytes(content)
     assert newest_valid(storage.checkpoints_folder(plan.run_dir))[0].update == 5  # type: ignore[union-attr]
-
-
-def test_a_run_starts_not_again_over_checkpoints_that_cannot_be_read(make: Make) -> None:
-    plan = plan_of(make)
-    flip_a_bit(save(plan, 2).path / "weights.safetensors")
-    fleet = Breaks(plan, {(3, 0): broken(lost(0), lost(1))}, repairs=[{}])
-    with pytest.raises(CheckpointDamaged, match="no checkpoint that can be read: .*update-00000002 is damaged"):
-        events_of(plan, fleet)
-    assert fleet.called.count("seed_weights") == 1
 
 
 @pytest.mark.parametrize(("kind", "at", "is_repaired"), [("raised", 0, False), ("raised", 1, True), ("died", 0, True)])
@@ -304,7 +301,6 @@ class Holds(Loads):
 
 
 def ended_by(plan: Plan, fleet: ScriptedFleet) -> Tuple[List[Event], Exception]:
-    """Return the events of a run, and the error that ends it."""
     events: List[Event] = []
     with pytest.raises(RaypodError) as caught:
         events.extend(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)))
@@ -384,8 +380,6 @@ def test_a_lost_report_is_recovered_or_its_update_has_no_loss(make: Make, is_rec
 
 
 class Drained(ScriptedFleet):
-    """Ray drains the host of instance 1."""
-
     room, moved = False, False
 
     def draining(self) -> List[str]:

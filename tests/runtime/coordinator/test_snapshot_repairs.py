@@ -81,7 +81,6 @@ class Keeps(Breaks):
             self.end_call(report)
 
     def end_call(self, report: CallReport) -> None:
-        """Write the snapshot of an instance after its report."""
         place, update = self.places[report.instance], report.first_update + 1
         if place is not None and self._plan.config.run.has_snapshot_after(update):
             weights = {"weight": torch.full((2,), float(update))}
@@ -148,7 +147,7 @@ def test_updates_that_are_not_reported_are_repeated_and_one_instance_of_a_host_w
     assert ([each is None for each in fleet.places], list(fleet.memories)) == ([False, True], ["a"])
 
 
-def test_the_snapshot_of_a_lost_host_is_on_the_others_and_its_replacement_writes_new_ones(make: Make) -> None:
+def test_the_snapshot_of_a_lost_host_is_on_the_others_and_new_processes_write_new_ones(make: Make) -> None:
     plan = plan_of(make)
     fleet = Keeps(plan, {(5, 0): ALL_LOST, (7, 0): ALL_LOST}, repairs=[{}, {}])
     fleet.lose = ("a",)
@@ -156,10 +155,6 @@ def test_the_snapshot_of_a_lost_host_is_on_the_others_and_its_replacement_writes
     assert repairs == [("the snapshot of host b", 4), ("the snapshot of host b", 6)]
     assert fleet.loaded == [(1, 4), (1, 6)]
     assert fleet.places[0] is not None
-
-
-def test_a_host_whose_snapshots_are_lost_gets_a_new_process_at_the_next_repair(make: Make) -> None:
-    plan = plan_of(make)
     fleet = Keeps(plan, {(5, 0): broken(lost(1))}, repairs=[{0: 5}])
     fleet.lose = ("b",)
     assert only(events_of(plan, fleet), Repaired).seeded_from == "instance 0"

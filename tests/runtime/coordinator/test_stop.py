@@ -113,7 +113,7 @@ def test_a_further_signal_shortens_no_grace_period_and_ctrl_c_or_no_grace_period
     assert state_of(stop) == (True, False, True)  # the user has stopped the run: it is not preempted
 
 
-def test_a_notice_while_the_run_ends_lets_it_end(clock: Any) -> None:
+def test_a_notice_while_the_run_ends_lets_it_end_and_a_drained_host_can_be_a_preemption(clock: Any) -> None:
     for flags in (GRACE, {"preemption_exit_code": 85}):
         stop = stop_with(**flags)
         stop.begin_end()
@@ -121,6 +121,10 @@ def test_a_notice_while_the_run_ends_lets_it_end(clock: Any) -> None:
         assert not stop.is_signalled
     with pytest.raises(KeyboardInterrupt):
         send(stop, clock, signal.SIGTERM)
+    for flags, expected in (({}, False), (GRACE, True)):
+        stop = stop_with(**flags)
+        stop.request("Ray drains host a", is_drained=True)
+        assert (stop.requested, stop.is_preempted, stop.cause) == (True, expected, "Ray drains host a")
 
 
 def test_only_training_is_interrupted_shortly_before_the_deadline(clock: Any) -> None:
@@ -141,13 +145,6 @@ def test_only_training_is_interrupted_shortly_before_the_deadline(clock: Any) ->
     stop = stop_with(**GRACE)
     with pytest.raises(Preempted), stop_on_signal(stop):
         replaced()
-
-
-def test_a_host_that_ray_drains_is_a_preemption_if_that_is_configured() -> None:
-    for flags, expected in (({}, False), (GRACE, True)):
-        stop = stop_with(**flags)
-        stop.request("Ray drains host a", is_drained=True)
-        assert (stop.requested, stop.is_preempted, stop.cause) == (True, expected, "Ray drains host a")
 
 
 def test_an_unknown_state_does_not_keep_the_process_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +314,6 @@ def command(*flags: str) -> int:
 
 
 def start(*flags: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own."""
     line = [sys.executable, "-m", "raypod.train", *FLAGS, "--run-dir", "run", *NOTICE, *flags]
     return subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_S, check=False)
 
@@ -388,8 +384,6 @@ def test_a_notice_during_the_start_and_in_a_script(folder: Path, capsys: pytest.
 
 
 class NoticedInARepair(Breaks):
-    """The notice of a preemption arrives during the repair."""
-
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
         signal.raise_signal(signal.SIGUSR1)
         return super().repair(lost, may_share_hosts)

@@ -35,10 +35,8 @@ class Host:
         self.ends: List[ProgramEnd] = []
         self.is_done = False
         env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-        made = [
-            Program(index, tuple(argv), env, str(Path.cwd()), reads_stdin=index == 0)
-            for index, argv in enumerate(programs)
-        ]
+        folder = str(Path.cwd())
+        made = [Program(index, tuple(argv), env, folder, index == 0) for index, argv in enumerate(programs)]
         self.process.start(made, GRACE_S)
 
     def read(self, until: Callable[[], bool]) -> None:

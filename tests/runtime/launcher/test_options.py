@@ -156,15 +156,7 @@ def test_a_folder_with_files_is_no_run_folder(tmp_path: Path, capsys: pytest.Cap
     assert [each.name for each in tmp_path.iterdir()] == ["mine"]
 
 
-def test_help_lists_every_option_and_version_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    page = capsys.readouterr().out
-    assert all(f"--{option.name} " in page or option.letter == "x" for option in OPTIONS)
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("raypod")
-
-
-def test_ranges_of_hosts_and_the_topology_table() -> None:
+def test_ranges_of_hosts_the_topology_table_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert expand_hosts("host[0-2,4]") == ["host0", "host1", "host2", "host4"]
     assert expand_hosts("a, n[08-10].pod,b") == ["a", "n08.pod", "n09.pod", "n10.pod", "b"]
     placement = place(cluster_of("h0,h1"), Sizes(8, 4, 2))
@@ -172,10 +164,14 @@ def test_ranges_of_hosts_and_the_topology_table() -> None:
     assert [cell.strip() for cell in lines[5].strip("|").split("|")] == ["h1", "1", "2", "4..5", "8..11"]
     with pytest.raises(ConfigError):
         check_ilds(placement, 3)
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(f"--{option.name} " in page or option.letter == "x" for option in OPTIONS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("raypod")
 
 
 def hosts_of(kind: str, lines: List[str], folder: Path) -> Cluster:
-    """Return the cluster of `-H` or of `--hostfile`."""
     if kind == "list":
         return cluster_of(",".join(lines))
     (folder / "hosts").write_text("# the pod\n" + "\n".join(lines) + "\n\n")
@@ -206,13 +202,19 @@ def test_mistakes_in_host_lists_and_host_files(hosts: Callable[..., Cluster], li
         hosts(*lines)
 
 
-def test_a_mistake_in_a_host_file_is_reported_with_its_line(tmp_path: Path) -> None:
+def test_a_mistake_in_a_host_file_has_its_line_and_slots_limit_the_instances(tmp_path: Path) -> None:
     with pytest.raises(ClusterError) as error:
         hosts_of("file", ["a", "b", "", "a"], tmp_path)
     file = f"{tmp_path}/hosts"
     assert str(error.value) == f"{file}, line 5: host a is listed twice in {file}, line 2; list it once"
     with pytest.raises(ClusterError, match="hosts, line 2: cannot parse 'port=22'"):
         hosts_of("file", ["a slots=1 port=22"], tmp_path)
+    cluster = hosts_of("file", ["h[0-1] slots=4", "h2 slots=2 max_slots=3", "h3:1", "h4"], tmp_path)
+    assert {host.name: host.slots for host in cluster.hosts} == {"h0": 4, "h1": 4, "h2": 2, "h3": 1, "h4": None}
+    assert cluster_of(str(tmp_path / "hosts")) == cluster
+    place(cluster, Sizes(4, 4, 1))
+    with pytest.raises(ConfigError, match=r"host h3 of .*hosts is listed with slots=1 and would get 2 instances"):
+        place(cluster, Sizes(10, 10, 1))
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
@@ -223,15 +225,6 @@ def test_this_host_alone_is_the_local_cluster(hosts: Callable[..., Cluster], nam
     assert limited.hosts[0].slots == 2
     others = [(host.name, host.address) for host in hosts("b", "localhost").hosts]
     assert others == [("b", "b"), ("localhost", LOCAL.hosts[0].address)]
-
-
-def test_slots_limit_the_instances_of_a_host(tmp_path: Path) -> None:
-    cluster = hosts_of("file", ["h[0-1] slots=4", "h2 slots=2 max_slots=3", "h3:1", "h4"], tmp_path)
-    assert {host.name: host.slots for host in cluster.hosts} == {"h0": 4, "h1": 4, "h2": 2, "h3": 1, "h4": None}
-    assert cluster_of(str(tmp_path / "hosts")) == cluster
-    place(cluster, Sizes(4, 4, 1))
-    with pytest.raises(ConfigError, match=r"host h3 of .*hosts is listed with slots=1 and would get 2 instances"):
-        place(cluster, Sizes(10, 10, 1))
 
 
 NAMED, ON_THE_EMULATED_SDK = ("--vipu-partition", "p"), "the programs run on the emulated SDK"

@@ -49,7 +49,6 @@ class ScriptedHosts:
         return lambda: signal.raise_signal(number)
 
     def exits(self, instance: int, code: int = 0, text: bytes = b"") -> Callable[[], Any]:
-        """A program ends, and closes its output."""
         ends = (ProgramEnd(instance, code, f"exit code {code}"),)
         return lambda: (instance, HostReport(((instance, STDERR, text),), ends, True, False))
 
@@ -217,7 +216,9 @@ def read_in(ray: ScriptedRay, seconds: float, report: HostReport = LIVES) -> Dic
     return {"read": lambda within_s: Ref(report, ray.now_s + seconds)}
 
 
-def test_reports_arrive_until_all_hosts_are_done(ray: ScriptedRay, connect: Callable[..., RayHosts]) -> None:
+def test_reports_arrive_until_all_hosts_are_done_and_a_pause_of_this_process_makes_no_host_late(
+    ray: ScriptedRay, connect: Callable[..., RayHosts]
+) -> None:
     done = HostReport((), (), True, True)
     found = connect(read_in(ray, 0.5), read_in(ray, 0.5, done))
     assert list(found.reports(1.0)) == [(0, LIVES), (1, done)]
@@ -225,9 +226,15 @@ def test_reports_arrive_until_all_hosts_are_done(ray: ScriptedRay, connect: Call
     assert list(found.reports(0.2)) == []
     assert list(found.reports(1.0)) == [(0, LIVES)]  # the other one is not read again
     assert found._actors[1].called == ["read"]
+    found = connect(read_in(ray, 20.0))
+    assert list(found.reports(0.2)) == []
+    ray.now_s += 14.0  # stopped for longer than a host may take to answer
+    assert (list(found.reports(0.2)), list(found.reports(9.0))) == ([], [(0, LIVES)])
 
 
-def test_a_silent_host_is_lost_after_the_reports_of_others(ray: ScriptedRay, connect: Callable[..., RayHosts]) -> None:
+def test_a_host_that_died_or_is_silent_is_lost_after_the_reports_of_others(
+    ray: ScriptedRay, connect: Callable[..., RayHosts]
+) -> None:
     found, seen, began_s = connect(read_in(ray, 0.5), read_in(ray, NEVER)), [], ray.now_s
 
     def read() -> None:
@@ -238,16 +245,6 @@ def test_a_silent_host_is_lost_after_the_reports_of_others(ray: ScriptedRay, con
         read()
     assert 11 < ray.now_s - began_s < 12
     assert len(seen) > 10
-
-
-def test_a_pause_of_this_process_makes_no_host_late(ray: ScriptedRay, connect: Callable[..., RayHosts]) -> None:
-    found = connect(read_in(ray, 20.0))
-    assert list(found.reports(0.2)) == []
-    ray.now_s += 14.0  # stopped for longer than a host may take to answer
-    assert (list(found.reports(0.2)), list(found.reports(9.0))) == ([], [(0, LIVES)])
-
-
-def test_a_host_that_died_is_lost(ray: ScriptedRay, connect: Callable[..., RayHosts]) -> None:
     died = ActorDied("The actor died.\n\tThe node has died: it lost its power\n")
     found = connect({"read": lambda within_s: Ref(died)})
     with pytest.raises(HostLost, match="host h0 is lost, with instance 0: its process died: node has died: it lost"):

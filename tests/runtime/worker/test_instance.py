@@ -51,7 +51,6 @@ class DisconnectingFleet(InlineFleet):
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> List[Any]:
-    """The models that have been compiled, in order."""
     models: List[Any] = []
     real = poptorch.PoplarExecutor.compile
     compile_it = lambda self, *batch: (models.append(self), real(self, *batch))[1]  # noqa: E731
@@ -95,8 +94,6 @@ def test_no_repair_begins_popdist_and_to_attach_a_device_again_is_an_activity(
 
 
 class AbortingFleet(DisconnectingFleet):
-    """The first evaluation is aborted."""
-
     _is_connected, evaluations = False, 0
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
@@ -143,9 +140,8 @@ def test_an_unreadable_device_loses_updates(make: Callable[..., Plan], monkeypat
 
 def test_an_instance_that_cannot_write_a_snapshot_trains_on() -> None:
     taken: List[bool] = []
-    state: Any = SimpleNamespace(
-        gather=lambda is_needed: taken.append(is_needed) or {"weights": {}}, memory_format=lambda: None
-    )
+    gather = lambda is_needed: taken.append(is_needed) or {"weights": {}}  # noqa: E731
+    state: Any = SimpleNamespace(gather=gather, memory_format=lambda: None)
     snapshots = Snapshots(Place(1 << 22, 1, (3,)))
     with pytest.warns(UserWarning, match="--snapshot-every: no snapshots of this host until .* has ended"):
         snapshots.take(2, state)

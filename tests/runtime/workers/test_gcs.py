@@ -100,7 +100,6 @@ def test_a_process_that_accepts_no_connection_gets_no_token(listener: socket.soc
 
 
 def distrust_of(address: str) -> str:
-    """Return why another machine gets no token."""
     host, _, port = address.rpartition(":")
     ends: Any = {"getpeername": lambda: (host, int(port)), "getsockname": lambda: ("10.0.0.9", 7)}
     return gcs.distrust(SimpleNamespace(**ends), time.monotonic())  # type: ignore[arg-type]

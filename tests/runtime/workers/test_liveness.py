@@ -78,13 +78,17 @@ def test_the_instance_that_is_stuck_is_found(reports: List[HeartbeatReport], exp
     assert stuck(*reports) == expected
 
 
-def test_a_first_call_has_the_report_timeout() -> None:
+def test_a_first_call_has_the_report_timeout_and_cpu_time_since_a_late_heartbeat_is_unknown() -> None:
     (suspect,) = suspects(report(0, IN_CALL, 61.0, slowest=None), report_timeout_s=60)
     assert suspect.cause == "stuck: in call 7 for 61.0 s (run.report_timeout_s = 60 limits a first call)"
     (suspect,) = suspects(report(0, ATTACHING, 61.0), report_timeout_s=60)
     assert suspect.cause == "stuck: attaching the device for 61.0 s (run.report_timeout_s = 60)"
     heartbeats = {0: busy_until(61.0, report(0, IN_CALL, 0.0, slowest=None), 100.0)}  # also if it uses CPU time
     assert find_suspects(heartbeats, 61.0, RunSection(report_timeout_s=60))
+    heartbeats = {0: busy_until(50.0, report(0, IN_CALL, 0.0), 50.0)}
+    assert not find_suspects(heartbeats, 54.0, RunSection(stuck_after_s=3, report_timeout_s=100))
+    (suspect,) = find_suspects(heartbeats, 66.0, RunSection(stuck_after_s=3, report_timeout_s=100))
+    assert suspect.kind == "silent"
 
 
 # ---- instances that use CPU time -------------------------------------------------------------------------------------
@@ -115,13 +119,6 @@ def test_a_call_may_take_longer_while_its_threads_use_cpu_time(now_s: float, end
     assert [suspect.kind for suspect in found] == (["stuck"] if is_stuck else [])
     if is_stuck and end_s > now_s:
         assert found[0].cause.endswith("(run.stuck_after_s = 30; 300 s while its threads use CPU time)")
-
-
-def test_what_an_instance_has_used_since_a_late_heartbeat_is_unknown() -> None:
-    heartbeats = {0: busy_until(50.0, report(0, IN_CALL, 0.0), 50.0)}
-    assert not find_suspects(heartbeats, 54.0, RunSection(stuck_after_s=3, report_timeout_s=100))
-    (suspect,) = find_suspects(heartbeats, 66.0, RunSection(stuck_after_s=3, report_timeout_s=100))
-    assert suspect.kind == "silent"
 
 
 # ---- survivors of a loss ---------------------------------------------------------------------------------------------

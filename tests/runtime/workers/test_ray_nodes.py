@@ -34,7 +34,6 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> ScriptedRay:
 
 @pytest.fixture
 def draining(monkeypatch: pytest.MonkeyPatch) -> Set[str]:
-    """The ids of the nodes that Ray drains."""
     found: Set[str] = set()
     monkeypatch.setattr(ray_reservation, "draining_nodes", lambda: found)
     monkeypatch.setattr(ray_nodes, "draining_nodes", lambda: found)

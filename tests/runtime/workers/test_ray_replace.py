@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import pytest
 
@@ -22,8 +22,6 @@ from raypod.system.activity_record import Identity
 from raypod.system.process import process_start_ticks
 from raypod.training.tasks.registry import facts_of
 from tests.support.scripted_ray import NEVER, ActorDied, RayError, Ref, ScriptedActor, ScriptedRay, TaskError, node
-
-Replace = Callable[..., Any]
 
 
 @pytest.fixture
@@ -50,18 +48,13 @@ class Scene:
         placement = SimpleNamespace(cluster=hosts, hosts=hosts.hosts, instances=specs, instances_on=lambda host: [host])
         placement.sizes = SimpleNamespace(local_ipus=2)
         config = SimpleNamespace(pod=SimpleNamespace(is_elastic=is_elastic), run=SimpleNamespace(start_timeout_s=300.0))
-        plan: Any = SimpleNamespace(
-            config=config, placement=placement, log_file=lambda index: f"{index}.log", run_dir="run"
-        )
-        reservation: Any = SimpleNamespace(
-            node_ids=["a", "b"], options=lambda host, share: {"bundle": (host, share)}, bundles=[{"IPU": 2.0}] * 2
-        )
+        plan: Any = SimpleNamespace(config=config, placement=placement, log_file="{}.log".format, run_dir="run")
+        reservation: Any = SimpleNamespace(node_ids=["a", "b"], bundles=[{"IPU": 2.0}] * 2)
+        reservation.options = lambda host, share: {"bundle": (host, share)}
         killer: Any = ray
         self.replacements = Replacements(ray, plan, reservation, killer, lambda: ray.now_s >= self.leave_s)
 
     def start(self, lost: List[int], may_share_hosts: bool = False, nodes: str = "ab") -> Dict[int, str]:
-        """Replace instances; return their nodes."""
-
         def start_actor(index: int, on: Dict[str, Any], options: Dict[str, Any]) -> ScriptedActor:
             self.started.append((index, on["NodeID"], options))
             ready_s = self.ready_s[on["NodeID"]]
@@ -211,12 +204,10 @@ class StandbyScene:
             self.begins.append((number, index))
             return self.begun.get(number, Ref(None))
 
-        return ScriptedActor(
-            number, {"prepare": lambda host_index: self.prepared.get(number, Ref(host_index)), "begin": begin}
-        )
+        prepare = lambda host_index: self.prepared.get(number, Ref(host_index))  # noqa: E731
+        return ScriptedActor(number, {"prepare": prepare, "begin": begin})
 
     def take(self, index: int, name: str) -> Optional[int]:
-        """Return the number of the standby that is taken."""
         taken = self.standbys.take(index, node(name))
         return None if taken is None else int(taken.index)
 

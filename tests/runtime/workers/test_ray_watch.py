@@ -70,7 +70,6 @@ class Fleet:
         self.streams[index].items.append((0.0, DEATH))
 
     def follow(self, on_tick: Callable[[], None] = lambda: None) -> Tuple[List[Any], Any]:
-        """Return all yielded items, and the error."""
         found = []
         try:
             for index, item in self.watch.follow():

@@ -28,7 +28,6 @@ Command = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    """Two hosts, to which this process is connected."""
     with ray_cluster(variables={MARK: str(os.getpid())}, num_cpus=2) as made:
         yield made
 

@@ -51,8 +51,6 @@ class Services:
 
 
 class Host:
-    """A host whose raylet uses a template."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.services = folder, Services()
         self.template = ray_template.Template()
@@ -84,7 +82,6 @@ class Host:
         return {**json.loads((self.folder / "out").read_text()), "started": process.pid}
 
     def log(self) -> str:
-        """Return what the template has written to Ray's logs."""
         return (self.folder / worker_template.LOG).read_text()
 
 

@@ -119,7 +119,7 @@ HAS_TOKENS = ray_admission.has_tokens(ray_admission.ray_version())
 
 
 @pytest.fixture
-def token_head(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a head that requires a token, if this Ray supports it. This user has none."""
     # A folder with a short name: the paths of Ray's sockets in it are limited to 107 bytes.
     with tempfile.TemporaryDirectory(prefix="r") as folder:
@@ -141,26 +141,24 @@ def token_head(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         assert not stop_cluster.members(NAME)
 
 
-def test_a_cluster_admits_hosts_with_its_token_and_version(token_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_admits_hosts_with_its_token_and_version(tokens: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if HAS_TOKENS:  # since Ray 2.52
-        assert gcs.check(token_head).state == gcs.REFUSED
-        with pytest.raises(
-            ClusterError, match=f"{token_head} requires a token, and this host has none: .*/none does not"
-        ):
-            ray_admission.join_environment(token_head)
+        assert gcs.check(tokens).state == gcs.REFUSED
+        with pytest.raises(ClusterError, match=f"{tokens} requires a token, and this host has none: .*/none does"):
+            ray_admission.join_environment(tokens)
         monkeypatch.setenv("RAY_AUTH_TOKEN", "cd" * 32)
-        with pytest.raises(ClusterError, match=f"{token_head} rejects the token of RAY_AUTH_TOKEN"):
-            ray_admission.join_environment(token_head)
+        with pytest.raises(ClusterError, match=f"{tokens} rejects the token of RAY_AUTH_TOKEN"):
+            ray_admission.join_environment(tokens)
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
-    assert ray_admission.join_environment(token_head) == {"RAY_AUTH_MODE": "token" if HAS_TOKENS else "disabled"}
-    answer, own = gcs.check(token_head, TOKEN), token_head.rpartition(":")[0]
+    assert ray_admission.join_environment(tokens) == {"RAY_AUTH_MODE": "token" if HAS_TOKENS else "disabled"}
+    answer, own = gcs.check(tokens, TOKEN), tokens.rpartition(":")[0]
     assert (answer.state, answer.detail) == (gcs.ANSWERED, ray_admission.ray_version() if HAS_TOKENS else answer.detail)
-    assert gcs.alive_addresses(token_head, TOKEN) == [own]
-    assert gcs.wait_for_hosts(token_head, 0, [own, "10.9.9.9"]) == {"missing": ["10.9.9.9"], "error": ""}
+    assert gcs.alive_addresses(tokens, TOKEN) == [own]
+    assert gcs.wait_for_hosts(tokens, 0, [own, "10.9.9.9"]) == {"missing": ["10.9.9.9"], "error": ""}
     with monkeypatch.context() as patched:
         patched.setattr(ray_admission, "ray_version", lambda: "1.0.0")
         with pytest.raises(ClusterError, match=r"runs Ray 2\..*, and this host has 1\.0\.0; both must be equal"):
-            ray_admission.join_environment(token_head)
+            ray_admission.join_environment(tokens)
     monkeypatch.setattr(gcs, "alive_addresses", lambda *_: ["10.9.9.9"])
     with pytest.raises(ClusterError, match=r"is not a host of the Ray cluster at .*; run this on one of 10\.9\.9\.9"):
-        ray_admission.join_environment(token_head)
+        ray_admission.join_environment(tokens)

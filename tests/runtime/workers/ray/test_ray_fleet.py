@@ -44,7 +44,6 @@ def ray(pod: RayCluster) -> Any:
 
 @pytest.fixture
 def nodes(ray: Any) -> List[Dict[str, Any]]:
-    """The nodes on other hosts than this process."""
     remote = [node for node in ray.nodes() if node["NodeManagerAddress"] in (SECOND_HOST, THIRD_HOST)]
     return sorted(remote, key=lambda node: str(node["NodeID"]))
 
@@ -125,9 +124,8 @@ def nodes_of_actors(ray: Any, reservation: Reservation) -> List[str]:
         def node_id(self) -> str:
             return str(ray.get_runtime_context().get_node_id())
 
-    actors = [
-        ray.remote(Probe).options(**reservation.options(host, 1)).remote() for host in range(len(reservation.indexes))
-    ]
+    options = [reservation.options(host, 1) for host in range(len(reservation.indexes))]
+    actors = [ray.remote(Probe).options(**each).remote() for each in options]
     found: List[str] = ray.get([actor.node_id.remote() for actor in actors], timeout=COMMAND_S)
     for actor in actors:
         ray.kill(actor)
@@ -135,8 +133,6 @@ def nodes_of_actors(ray: Any, reservation: Reservation) -> List[str]:
 
 
 def take(ray: Any, node: Dict[str, Any]) -> Any:
-    """Return an actor that has all IPUs of a node."""
-
     class Guest:
         def is_here(self) -> bool:
             return True
@@ -178,8 +174,6 @@ def disk_class() -> type:
     """Return a local class: Ray cannot import test modules in its workers, and copies the class instead."""
 
     class Disk:
-        """Stores bytes in memory."""
-
         def __init__(self, name: str) -> None:
             self._content = name.encode()
 
