@@ -43,9 +43,7 @@ def tree(folder: Path) -> Dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
-def test_runs_that_start_at_the_same_time_get_different_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_start_at_the_same_time_get_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda *_: "20260101-120000")
     config = from_values({})
@@ -134,9 +132,7 @@ def test_a_mistake_leaves_an_existing_run_as_it_was(here: Path) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
 @pytest.mark.parametrize("at", ["mkdir", "plan.json", "config.yaml"])
-def test_an_early_interruption_leaves_nothing(
-    error: BaseException, at: str, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_is_clean(error: BaseException, at: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, flags = files.replace_file, [*QUICK, "--run-dir", "run", "--updates", "1"]
 
     def interrupted(path: Path, data: bytes) -> None:
@@ -357,9 +353,7 @@ def test_what_killed_processes_have_left_of_their_leases_is_removed(tmp_path: Pa
     assert set(entries(tmp_path)) == {*left, "lease-1.json"}
 
 
-def test_the_lease_of_a_live_host_is_named_and_kept(
-    tmp_path: Path, acquire: Acquire, on_host: OnHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_live_lease_stays(tmp_path: Path, acquire: Acquire, on_host: OnHost, monkeypatch: pytest.MonkeyPatch) -> None:
     on_host("far")
     held, real = acquire(), os.utime
     on_host("near")
@@ -376,9 +370,7 @@ def test_the_lease_of_a_live_host_is_named_and_kept(
     held.check()
 
 
-def test_the_lease_of_a_dead_host_expires_and_a_reader_leaves_it(
-    tmp_path: Path, acquire: Acquire, on_host: OnHost
-) -> None:
+def test_the_lease_of_a_dead_host_expires_unless_it_is_read(tmp_path: Path, acquire: Acquire, on_host: OnHost) -> None:
     on_host("far")
     acquire().leave()  # no heartbeat any more
     on_host("near")

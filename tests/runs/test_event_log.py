@@ -207,7 +207,7 @@ def logged(folder: Path, *run: events.Event, error: Optional[InstanceFailed] = N
 
 
 @pytest.mark.parametrize(("event", "expected"), EXAMPLES, ids=[type(event).__name__ for event, _ in EXAMPLES])
-def test_each_event_has_a_text_and_views_show_every_main_event(
+def test_texts_and_views_of_events(
     event: events.Event, expected: str, tmp_path: Path, make: Callable[..., Plan]
 ) -> None:
     record, *_ = [each for each in logged(tmp_path, event) if each["event"] == event_name(type(event))]
@@ -295,9 +295,7 @@ def test_records_skip_damaged_lines_and_a_read_is_bounded(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("content", [b"", b"a", b"\n", b"\n\na", b"one\ntwo\n", b"one\n\nthree", b"long line\nx\n" * 9])
 @pytest.mark.parametrize("tail_bytes", [1, 3, 64])
-def test_last_lines_from_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, tail_bytes: int
-) -> None:
+def test_lines_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, tail_bytes: int) -> None:
     monkeypatch.setattr(growing_file, "_TAIL_BYTES", tail_bytes)
     path = tmp_path / "lines"
     assert list(last_lines(path)) == []

@@ -431,9 +431,7 @@ def test_points_of_a_full_disk_are_written_once_there_is_space(tmp_path: Path, m
     assert scalars(tmp_path)["training/loss"] == [(number, float(number)) for number in range(1, 7)]
 
 
-def test_a_missing_package_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     find_spec = importlib.util.find_spec
 
     def without_tensorboard(name: str, package: Any = None) -> Any:

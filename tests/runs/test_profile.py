@@ -200,9 +200,7 @@ def test_spans_of_threads_that_have_not_ended_are_taken_once() -> None:
     assert recorder.take() == ((), 0)
 
 
-def test_spans_are_bounded_and_the_processes_of_a_later_part_have_numbers_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_spans_are_bounded_and_processes_of_later_parts_have_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "MAX_SPANS", 2)
     recorder = spans.SpanRecorder()
     for number in range(5):

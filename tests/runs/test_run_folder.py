@@ -97,9 +97,7 @@ def starts_of(folder: Path) -> List[int]:
     return [line["first_update"] for line in lines_of(folder / "events.jsonl") if line["event"] == "run_started"]
 
 
-def test_the_same_command_continues_a_resumed_run(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_command_continues_a_resume(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new, other = tmp_path / "new", tmp_path / "other"
     last = ["--updates", "6", "--checkpoint-every", "2 updates", "--run-dir", str(new)]
     assert command("--resume", str(folder), *last) == 0
@@ -122,9 +120,7 @@ def test_the_same_command_continues_a_resumed_run(
     assert starts_of(new) == [3, 4, 3, 4]
 
 
-def test_the_same_command_continues_one_from_an_earlier_checkpoint(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_command_continues_from_an_old_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = folder / "checkpoints" / "update-00000002"
     flags = ["--resume", str(chosen), "--updates", "6", "--checkpoint-every", "1 updates", "--keep-checkpoints", "2"]
     assert command(*flags) == 0
@@ -186,9 +182,7 @@ def test_a_full_disk_leaves_the_files_of_a_run_unchanged_and_is_one_line_at_the_
     assert "summary.json cannot be written" in line
 
 
-def test_the_same_command_continues_without_the_first_run(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_continues_without_the_first_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--resume", str(folder / "checkpoints" / "update-00000002"), "--run-dir", str(tmp_path / "next")]
     assert command(*flags, "--updates", "4") == 0
     shutil.move(str(folder), str(tmp_path / "moved"))
@@ -326,9 +320,7 @@ def write(folder: Path, content: RunState) -> None:
     (folder / layout.STATE).write_text(json.dumps(dataclasses.asdict(content)))
 
 
-def test_a_run_ends_when_its_state_says_so_and_its_process_exits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_ends_when_its_state_and_its_process_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = RunEndWatch(tmp_path)
     assert (watch.poll(), watch.is_known) == (None, False)
     write(tmp_path, state())

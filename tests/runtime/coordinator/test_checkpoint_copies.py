@@ -463,9 +463,7 @@ def test_a_failure_to_send_is_a_warning_while_an_older_checkpoint_exists(make: M
     assert (failed[0].previous, ended(events).updates) == (saved[-1], 40)
 
 
-def test_a_first_checkpoint_that_cannot_be_sent_or_whose_folder_cannot_be_created_ends_the_run(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_first_checkpoint_that_cannot_be_sent_or_written_ends_the_run(make: Make, tmp_path: Path) -> None:
     plan = plan_for(make, 6)
     fleet = OtherDisk(plan, tmp_path / "there")
     fleet.fault = lambda number, request: None if request[0] == "write" else request

@@ -350,9 +350,7 @@ def ended_by(plan: Plan, fleet: ScriptedFleet, events: List[Event], stop: Option
 
 
 @pytest.mark.parametrize(("limit", "waits_at"), [("2 checkpoints", 7), ("3.5 minutes", 9), ("60 minutes", None)])
-def test_training_stops_after_max_unsaved(
-    make: Make, monkeypatch: pytest.MonkeyPatch, limit: str, waits_at: Optional[int]
-) -> None:
+def test_max_unsaved_stops_it(make: Make, monkeypatch: pytest.MonkeyPatch, limit: str, waits_at: Optional[int]) -> None:
     plan = plan_with_retries(make, max_unsaved=limit)
     fleet = DiskFills(plan, monkeypatch, 200.0, 800.0)  # the checkpoint of update 2 is written, that of 4 is not
     events = events_of(plan, fleet)
@@ -383,9 +381,7 @@ def test_the_first_and_the_last_checkpoint_wait_for_the_disk(make: Make, monkeyp
 
 
 @pytest.mark.parametrize("can_pass", [True, False])
-def test_nobody_waits_for_the_disk_once_a_stop_is_requested_or_for_another_reason_than_space(
-    make: Make, monkeypatch: pytest.MonkeyPatch, can_pass: bool
-) -> None:
+def test_no_wait_after_a_stop_or_without_hope(make: Make, monkeypatch: pytest.MonkeyPatch, can_pass: bool) -> None:
     plan, stop = plan_with_retries(make), Stop()
     fleet = DiskFills(plan, monkeypatch, 0.0, 1e9)
     fleet.on_sleep = lambda: stop.request("the user") if fleet.waited_s > 5 else None

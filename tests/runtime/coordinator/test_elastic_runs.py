@@ -337,9 +337,7 @@ def test_a_loss_that_is_not_finite_in_repeated_updates_ends_the_run(tmp_path: Pa
 @pytest.mark.parametrize(
     "error", [lost_on(1), errors.ClusterError("the Ray node of b has ended"), FleetBroken((), "refused")]
 )
-def test_a_failure_of_a_start_is_another_restart_and_that_of_every_start_ends_the_run(
-    tmp_path: Path, error: Exception
-) -> None:
+def test_a_failed_start_is_a_restart_and_too_many_of_them_end_the_run(tmp_path: Path, error: Exception) -> None:
     fleet = Pod(plan_on(tmp_path, min_hosts=1))
     fleet.broken_resizes = [error]
     events = recorded(fleet)

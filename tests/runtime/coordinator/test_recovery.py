@@ -44,9 +44,7 @@ Make = Callable[..., Plan]
     ("device", "losses", "replaced"),
     [("emulated", [lost(2), lost(0)], (0, 2)), ("ipu", [lost(1)], (1,)), ("ipu", [], ())],
 )
-def test_lost_instances_are_replaced_in_order(
-    device: str, losses: List[InstanceLost], replaced: Tuple[int, ...]
-) -> None:
+def test_the_lost_are_replaced_in_order(device: str, losses: List[InstanceLost], replaced: Tuple[int, ...]) -> None:
     decision = FailurePolicy(device, 1).decide(broken(*losses), 10, 0.0)
     assert (decision.replace, decision.may_share_hosts, decision.error) == (replaced, device == "emulated", None)
 
@@ -145,9 +143,7 @@ def test_without_a_reset_command_the_last_restart_names_it() -> None:
         ({}, None, []),
     ],
 )
-def test_the_newest_survivor_sends_its_state(
-    positions: Dict[int, int], root: Optional[int], receiving: List[int]
-) -> None:
+def test_the_newest_survivor_is_the_root(positions: Dict[int, int], root: Optional[int], receiving: List[int]) -> None:
     assert newest(positions) == root
     assert root is None or receivers(positions, root, 4) == receiving
 
@@ -161,9 +157,7 @@ def plan_of(make: Make, updates: int = 4, instances: int = 2, **run: Any) -> Pla
 
 
 @pytest.mark.parametrize(("lost_one", "saves", "seeded_from"), [(0, 2, "instance 2"), (1, 1, "instance 0")])
-def test_a_checkpoint_lost_with_its_writer_is_written_again_and_the_report_of_another_kept(
-    make: Make, lost_one: int, saves: int, seeded_from: str
-) -> None:
+def test_only_a_lost_checkpoint_is_written_again(make: Make, lost_one: int, saves: int, seeded_from: str) -> None:
     plan = plan_of(make, instances=4)
     repairs: List[Any] = [{0: 4}] if lost_one else [broken(lost(1)), {2: 4, 3: 4}]
     fleet = Breaks(plan, in_call={"finish_saves": broken(lost(lost_one))}, repairs=repairs)

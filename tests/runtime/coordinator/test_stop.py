@@ -209,9 +209,7 @@ def evaluations(metric: Metric, *values: float) -> List[EvaluationDone]:
         (LOSS, (math.nan, 3, math.nan, 4), 40, 20),
     ],
 )
-def test_no_improvement_ends_the_run(
-    metric: Metric, values: List[float], stop: Optional[int], best: Optional[int]
-) -> None:
+def test_no_improvement_ends_it(metric: Metric, values: List[float], stop: Optional[int], best: Optional[int]) -> None:
     done = evaluations(metric, *values)
     for order in (done, done[::-1]):
         found = first_stop(metric, 2, order)

@@ -81,9 +81,7 @@ def test_a_program_is_an_instance_only_with_an_option_of_poprun(words: List[str]
     assert env["PYTHONPATH"].endswith(":/sdk")
 
 
-def test_options_that_are_imported_count_and_a_plain_program_has_the_partition_of_its_caller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_imported_options_count_and_a_plain_program_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text, is_plain in (("run-dir: r\n", True), ("num-instances: 1\n", False)):
         (tmp_path / "launch.yaml").write_text(text)
         assert parse(["--import-config", str(tmp_path / "launch.yaml"), "program"])[0].is_plain is is_plain
@@ -92,7 +90,7 @@ def test_options_that_are_imported_count_and_a_plain_program_has_the_partition_o
         assert (variables, tool.commands) == ({}, [])
 
 
-def test_the_cluster_is_joined_first(
+def test_cluster_comes_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def hangs(log: object) -> None:
@@ -128,9 +126,7 @@ print(horovod.__version__, popdist.__file__, importlib.util.find_spec("poptorch"
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_programs_on_ipus_without_horovod_have_that_of_the_emulated_sdk_and_nothing_else_of_it(
-    processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
-) -> None:
+def test_horovod_on_ipus(processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     (tmp_path / "popdist.py").write_text("")
     if installed:
         (tmp_path / "horovod" / "torch").mkdir(parents=True)
@@ -193,7 +189,7 @@ def test_strict_mode_rejects_what_an_ipu_rejects(launch: Launch, monkeypatch: py
 # ---- environment and hosts -------------------------------------------------------------------------------------------
 
 
-def test_a_shell_command_has_the_folder_of_its_caller(
+def test_a_shell_command_has_its_callers_folder(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MINE", "kept")
@@ -282,9 +278,7 @@ THROW = "import ctypes; ctypes.CDLL('libstdc++.so.6')['_ZSt21__throw_runtime_err
         (("train.py",), 127, "cannot start train.py: it is not on the PATH; run `python train.py`;"),
     ],
 )
-def test_a_failed_program_ends_all(
-    launch: Launch, tmp_path: Path, words: Tuple[str, ...], code: int, cause: str
-) -> None:
+def test_a_failure_ends_all(launch: Launch, tmp_path: Path, words: Tuple[str, ...], code: int, cause: str) -> None:
     (tmp_path / "train.py").write_text("print('here')")
     found = launch(*TWO, *words)
     assert found.code == code

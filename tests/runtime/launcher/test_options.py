@@ -139,9 +139,7 @@ def test_mistakes_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert message.format(file=file) in capsys.readouterr().err
 
 
-def test_no_cluster_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_cluster_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["--export-config", "o.yaml", "--run-dir", "a/b", "-H", "nowhere", "x"]) == 2
     assert "no Ray cluster is running for nowhere" in capsys.readouterr().err
@@ -278,9 +276,7 @@ ALL = {"0", "1", "2", "3"}
         (None, ("--remove-partition=no",), ["create"], ALL),
     ],
 )
-def test_an_existing_partition_is_kept_and_one_that_does_not_fit_is_not_changed(
-    tool: FakeVipu, existing: Any, words: Tuple[str, ...], verbs: List[str], gcd_ids: Any
-) -> None:
+def test_partition_stays(tool: FakeVipu, existing: Any, words: Tuple[str, ...], verbs: List[str], gcd_ids: Any) -> None:
     if existing is not None:
         tool.partitions["p"] = existing
     if gcd_ids is None:
@@ -308,9 +304,7 @@ def test_creation_is_attempted_as_often_as_requested(tool: FakeVipu) -> None:
         ("create", KeyboardInterrupt(), "^$", ["create", "remove"]),
     ],
 )
-def test_an_unanswered_creation_is_undone(
-    tool: FakeVipu, verb: str, raised: BaseException, match: str, verbs: List[str]
-) -> None:
+def test_a_creation_is_undone(tool: FakeVipu, verb: str, raised: BaseException, match: str, verbs: List[str]) -> None:
     tool.raised[verb] = raised
     with pytest.raises(KeyboardInterrupt if isinstance(raised, KeyboardInterrupt) else ClusterError, match=match):
         use(*NAMED)
@@ -328,9 +322,7 @@ def test_a_tool_that_does_not_answer_is_killed(tmp_path: Path, monkeypatch: pyte
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
-def test_an_abort_removes_it(
-    tool: FakeVipu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_abort_removes_it(tool: FakeVipu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     at_exit: List[Any] = []
 
     def leave(code: int) -> None:
@@ -359,9 +351,7 @@ def test_an_unused_partition_is_not_created(tool: FakeVipu, words: Any, has_ipus
     assert lines == [f"partition options have no effect {each}" for each in said]
 
 
-def test_the_partition_of_the_callers_environment_is_kept_and_a_missing_tool_is_reported(
-    tool: FakeVipu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_callers_partition_and_no_tool(tool: FakeVipu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tool.partitions["mine"] = (16, 4, False)
     found = use(IPUOF_VIPU_API_PARTITION_ID="mine", POPLAR_TARGET_OPTIONS="{}")
     assert (tool.changes, found[1]["POPLAR_TARGET_OPTIONS"]) == (["reset partition mine"], "{}")

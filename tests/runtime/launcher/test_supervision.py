@@ -98,9 +98,7 @@ CPP = "terminate called after throwing an instance of 'E'\n  what():  no device\
         (134, CPP, "exit code 134 (what(): no device)"),
     ],
 )
-def test_the_first_failure_ends_the_others(
-    hosts: ScriptedHosts, tmp_path: Any, code: int, stderr: str, cause: str
-) -> None:
+def test_the_first_failure_ends_all(hosts: ScriptedHosts, tmp_path: Any, code: int, stderr: str, cause: str) -> None:
     hosts.script = [(1, hosts.exits(1, code, stderr.encode())), (2, hosts.exits(0, 9)), (3, hosts.finish)]
     with pytest.raises(ProgramFailed) as found:
         hosts.run(tmp_path)
@@ -118,9 +116,7 @@ NEVER_JOINED = "E: rank 1 waited 60 s for rank 0 of group 'horovod' at 10.0.0.1:
     + ["RuntimeError: Gloo connectFullMesh failed with [pair.cc:144] timed out connecting"],
 )
 @pytest.mark.parametrize("seconds", [(1, 2), (2, 2), (3, 2)])  # its process may end after its connections
-def test_one_that_ends_too_early_is_the_cause(
-    hosts: ScriptedHosts, tmp_path: Any, stderr: str, seconds: Tuple[int, int]
-) -> None:
+def test_an_early_end_is_the_cause(hosts: ScriptedHosts, tmp_path: Any, stderr: str, seconds: Tuple[int, int]) -> None:
     stderr = stderr.replace("E: ", "_pod.store_protocol.PeerFailed: ")
     failure = (seconds[1], hosts.exits(1, 1, stderr.encode()))
     hosts.script = [failure, (seconds[0], hosts.exits(0)), (5, hosts.finish)]
@@ -145,9 +141,7 @@ def test_the_failure_of_a_peer_is_not_the_cause_if_the_peer_fails_next(hosts: Sc
     ("stderr", "seconds"),
     [("ValueError: broken", 1), (OF_PEER, 5)],  # an exception of its own; the other one was ended after the failure
 )
-def test_one_that_ends_with_0_is_no_cause_otherwise(
-    hosts: ScriptedHosts, tmp_path: Any, stderr: str, seconds: int
-) -> None:
+def test_an_end_with_0_is_no_cause_otherwise(hosts: ScriptedHosts, tmp_path: Any, stderr: str, seconds: int) -> None:
     hosts.script = [(2, hosts.exits(1, 1, stderr.encode())), (seconds, hosts.exits(0)), (6, hosts.finish)]
     with pytest.raises(ProgramFailed, match="^instance 1 on host b failed: exit code 1"):
         hosts.run(tmp_path)
@@ -163,9 +157,7 @@ def test_a_signal_is_forwarded_and_is_the_exit_code(hosts: ScriptedHosts, tmp_pa
 
 
 @pytest.mark.parametrize(("second_s", "end"), [(None, (1 + 10 * GRACE_S, "end", GRACE_S)), (3, (3, "end", 0.0))])
-def test_programs_that_ignore_a_signal_are_ended_after_ten_grace_periods_or_a_second_one(
-    hosts: ScriptedHosts, tmp_path: Any, second_s: Any, end: Any
-) -> None:
+def test_a_signal_that_is_ignored_or_repeated(hosts: ScriptedHosts, tmp_path: Any, second_s: Any, end: Any) -> None:
     hosts.script = [(at_s, hosts.receive(signal.SIGINT)) for at_s in (1, second_s) if at_s] + [(60, hosts.finish)]
     with pytest.raises(Interrupted):
         hosts.run(tmp_path)
@@ -216,9 +208,7 @@ def read_in(ray: ScriptedRay, seconds: float, report: HostReport = LIVES) -> Dic
     return {"read": lambda within_s: Ref(report, ray.now_s + seconds)}
 
 
-def test_reports_arrive_until_all_hosts_are_done_and_a_pause_of_this_process_makes_no_host_late(
-    ray: ScriptedRay, connect: Callable[..., RayHosts]
-) -> None:
+def test_reports_until_all_are_done_also_after_a_pause(ray: ScriptedRay, connect: Callable[..., RayHosts]) -> None:
     done = HostReport((), (), True, True)
     found = connect(read_in(ray, 0.5), read_in(ray, 0.5, done))
     assert list(found.reports(1.0)) == [(0, LIVES), (1, done)]
@@ -232,9 +222,7 @@ def test_reports_arrive_until_all_hosts_are_done_and_a_pause_of_this_process_mak
     assert (list(found.reports(0.2)), list(found.reports(9.0))) == ([], [(0, LIVES)])
 
 
-def test_a_host_that_died_or_is_silent_is_lost_after_the_reports_of_others(
-    ray: ScriptedRay, connect: Callable[..., RayHosts]
-) -> None:
+def test_a_dead_and_a_silent_host_are_lost(ray: ScriptedRay, connect: Callable[..., RayHosts]) -> None:
     found, seen, began_s = connect(read_in(ray, 0.5), read_in(ray, NEVER)), [], ray.now_s
 
     def read() -> None:
@@ -258,9 +246,7 @@ def test_a_host_that_died_or_is_silent_is_lost_after_the_reports_of_others(
         (TaskError(OSError("no files left")), RunError, "^host h1: OSError: no files left$"),
     ],
 )
-def test_an_error_of_a_host_is_raised(
-    connect: Callable[..., RayHosts], error: Exception, kind: type, message: str
-) -> None:
+def test_a_hosts_error_is_raised(connect: Callable[..., RayHosts], error: Exception, kind: type, message: str) -> None:
     found = connect({"address_in": lambda subnet: Ref("10.0.0.0")}, {"address_in": lambda subnet: Ref(error)})
     with pytest.raises(kind, match=message):
         found.connect("10.0.0.0/8", 2)

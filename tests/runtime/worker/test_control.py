@@ -102,7 +102,7 @@ def in_horovod(inside: threading.Event, end: threading.Event) -> None:
     ("do", "waits"),
     [(in_user_code, False), (in_a_collective, True), (in_a_collective_of_a_replica, True), (in_horovod, True)],
 )
-def test_the_heartbeat_shows_where_the_thread_is_and_whether_it_waits_for_others(
+def test_the_heartbeat_shows_where_the_thread_is_or_waits(
     do: Any, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "horovod", ModuleType("horovod"))

@@ -74,9 +74,7 @@ def test_a_survivor_continues_with_the_state_on_its_device(make: Callable[..., P
     assert len(compiled) == 2  # the training and the evaluation, once each
 
 
-def test_no_repair_begins_popdist_and_to_attach_a_device_again_is_an_activity(
-    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repair_attaches_and_begins_no_popdist(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     """That loads the program, which can take longer than a call."""
     plan, activities, called = plan_for(make, "tiny"), [], []  # type: ignore[var-annotated]
     fleet, real = DisconnectingFleet(plan), poptorch.PoplarExecutor.attachToDevice

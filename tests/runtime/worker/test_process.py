@@ -166,9 +166,7 @@ def fails(how: str) -> Any:
         ("return", "the result, of type generator, cannot be pickled", TypeError),
     ],
 )
-def test_a_result_is_pickled_and_an_exception_has_its_cause_its_traceback_and_itself(
-    how: str, cause: str, kind: Any
-) -> None:
+def test_a_result_is_pickled_and_an_exception_has_its_cause_and_traceback(how: str, cause: str, kind: Any) -> None:
     found = outcome_of(fails, how)
     assert cause in found.cause
     assert not found.is_of_peer
@@ -179,9 +177,7 @@ def test_a_result_is_pickled_and_an_exception_has_its_cause_its_traceback_and_it
     assert (unpack(good.value), good.cause, good.trace) == ({"value": 4}, "", "")
 
 
-def test_an_instance_is_bound_to_the_data_network_and_a_host_outside_it_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_instance_is_bound_to_the_data_network_and_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
         monkeypatch.setenv(name, "other")
     assert ProcessGroup("127.0.0.0/8").data_address() == "127.0.0.1"
@@ -213,9 +209,7 @@ APPLICATION = "poplar_application_runtime_error"
         (poptorch.errors.DataFetcherError("the data set raised ValueError"), False, None),
     ],
 )
-def test_an_error_can_be_that_of_a_peer_and_after_one_of_the_core_the_device_state_is_unknown(
-    error: Exception, is_of_peer: bool, action: Optional[str]
-) -> None:
+def test_errors_of_peers_and_of_the_device(error: Exception, is_of_peer: bool, action: Optional[str]) -> None:
     assert (collectives.caused_by_peer(error), collectives.device_failure(error)) == (is_of_peer, action)
 
 

@@ -66,9 +66,7 @@ NO_GROUPS = "it returns a list of groups"
         (lambda network: None, f"returned a NoneType; {NO_GROUPS}"),
     ],
 )
-def test_optimizers_in_place_of_groups_and_unknown_keys_are_refused(
-    make: Callable[..., Plan], made: Any, words: str
-) -> None:
+def test_optimizers_as_groups_and_unknown_keys_are_refused(make: Callable[..., Plan], made: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=f"parameter_groups of the task {words}"):
         optimizers.build_optimizer(make().config, made(nn.Linear(2, 2)))
     groups: List[Any] = [{"params": nn.Linear(2, 2).parameters(), "learning_rate": 0.03}]
@@ -76,9 +74,7 @@ def test_optimizers_in_place_of_groups_and_unknown_keys_are_refused(
         optimizers.build_optimizer(make().config, groups)
 
 
-def test_a_constant_rate_is_set_once_for_the_whole_run_and_groups_can_be_any_iterable(
-    make: Callable[..., Plan],
-) -> None:
+def test_a_constant_rate_is_set_once_for_the_run_and_groups_can_be_any_iterable(make: Callable[..., Plan]) -> None:
     plan = make(training={"learning_rate": 0.2, "updates": 8, "warmup_updates": 0, "lr_schedule": "constant"})
     groups: Any = ({"params": [each], "lr": 0.03} for each in nn.Linear(2, 2).parameters())
     optimizer, device, scheduled = optimizers.build_optimizer(plan.config, groups), Device(), ScheduledRate(plan)
@@ -88,9 +84,7 @@ def test_a_constant_rate_is_set_once_for_the_whole_run_and_groups_can_be_any_ite
 
 
 @pytest.mark.parametrize("velocity", [None, 7.0])
-def test_the_loss_and_the_velocity_scaling_change_together(
-    make: Callable[..., Plan], velocity: Optional[float]
-) -> None:
+def test_the_loss_and_velocity_scalings_change_together(make: Callable[..., Plan], velocity: Optional[float]) -> None:
     training: Dict[str, Any] = {"lr_schedule": "constant", "warmup_updates": 0, "epochs": 2}
     training.update(initial_loss_scaling=16.0, loss_scaling=32.0, combined_accumulator=True, velocity_scaling=velocity)
     plan = make(training=training)
@@ -215,9 +209,7 @@ def test_the_average_is_evaluated_and_is_the_start_of_a_fine_tuning(tmp_path: Pa
         ([], 1),
     ],
 )
-def test_the_average_reads_only_when_it_is_due(
-    flags: List[str], reads: int, tmp_path: Path, moves: Counter[str]
-) -> None:
+def test_the_average_reads_only_when_due(flags: List[str], reads: int, tmp_path: Path, moves: Counter[str]) -> None:
     command(tmp_path / "run", *flags, "--updates", "11", "--checkpoint-every", "99 updates")
     assert moves["copyWeightsToHost"] == reads
 

@@ -59,9 +59,7 @@ def test_several_instances_and_what_only_ray_has_need_ray(make: Callable[..., Pl
     assert "without Ray" not in tables.render_brief(plan)
 
 
-def test_ipus_and_their_sdk_need_ray(
-    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ipus_with_an_sdk_need_ray(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert not with_fleet(make(pod=ONE, run={"device": "ipu"})).is_inline
     emulated, found = (make(pod=ONE, run={"device": device}) for device in ("emulated", "auto"))
     (tmp_path / "poptorch.py").touch()

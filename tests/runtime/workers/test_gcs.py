@@ -171,9 +171,7 @@ def test_the_processes_of_a_session_also_without_their_leader(leader: subprocess
     assert ray_reaper.members(leaders) == []
 
 
-def test_a_reused_pid_and_a_leader_that_ended_before_it_was_told_are_other_sessions(
-    leader: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reused_pid_is_another_session(leader: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     before = ray_reaper.process_of(leader.pid)
     assert before is not None
     monkeypatch.setattr(before, "is_running", lambda: False)  # the pid exists, and is another process

@@ -89,9 +89,7 @@ def test_an_instance_that_died_or_never_ends_is_no_first_cause(ray: ScriptedRay,
     assert ray.now_s - began_s < 7
 
 
-def test_a_function_that_does_not_end_and_a_start_that_does_not_are_timeouts(
-    ray: ScriptedRay, connect: Connect
-) -> None:
+def test_a_function_and_a_start_that_do_not_end_are_timeouts(ray: ScriptedRay, connect: Connect) -> None:
     found, began_s = connect(returns(1), Ref(None, NEVER)), ray.now_s
     with pytest.raises(WaitTimedOut, match="waited 20 s for the function to end in instance 1 on host h1; timeout_s"):
         found.call(b"", 20.0)
@@ -176,9 +174,7 @@ def test_the_last_values_are_exported_at_the_end(metrics: Metrics, export: Calla
     ]
 
 
-def test_counters_increase_by_what_is_new_and_gauges_repeat(
-    metrics: Metrics, export: Callable[..., RayMetrics]
-) -> None:
+def test_counters_increase_by_the_new_and_gauges_repeat(metrics: Metrics, export: Callable[..., RayMetrics]) -> None:
     values = iter([2, 5, 5, 1])  # 1: the host was started again
 
     def collect() -> List[Family]:

@@ -54,9 +54,7 @@ def test_the_wait_for_hosts_ends_if_the_gcs_does_not_answer(ray: ScriptedRay, mo
     answer.set()
 
 
-def test_localhost_in_a_list_is_the_node_of_this_process_and_two_names_of_one_host_are_rejected(
-    ray: ScriptedRay,
-) -> None:
+def test_localhost_is_this_node_and_two_names_of_one_host_are_rejected(ray: ScriptedRay) -> None:
     assert [each["NodeID"] for each in match_hosts(ray, placed("b,localhost"))] == ["b", "a"]
     for other in ("host-a", "localhost"):
         with pytest.raises(ClusterError, match=f"a, {other} are names of one host; list it once"):
@@ -116,9 +114,7 @@ def test_the_hosts_that_ray_drains_are_left_by_instances_and_copies(ray: Scripte
 
 
 @pytest.mark.parametrize("missing", ["module", "function"])
-def test_a_ray_without_the_private_api(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str
-) -> None:
+def test_no_private_api_of_ray(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str) -> None:
     def import_module(name: str) -> Any:
         assert name == "ray._private.state"
         if missing == "module":
@@ -153,9 +149,7 @@ def test_an_emulated_host_has_room_for_the_replicas_of_the_plan(ray: ScriptedRay
     assert [each.host for each in HostRoom(ray, plan_on("a,host-a,c"), print).alive()] == ["a"]  # two names count once
 
 
-def test_the_ipus_of_a_node_limit_its_replicas_and_silent_and_dead_hosts_are_left_out(
-    ray: ScriptedRay, draining: Set[str]
-) -> None:
+def test_ipus_limit_replicas_and_silent_and_dead_hosts_are_left_out(ray: ScriptedRay, draining: Set[str]) -> None:
     tasks = {"a": Ref(None, NEVER), "b": Ref(RayError("dead")), "c": Ref(None)}
     ray.start = lambda options: tasks[options["node"]]
     assert HostRoom(ray, plan_on("a,b,c"), print).responsive() == [Room("c", 2)]

@@ -65,9 +65,7 @@ class Scene:
         return {index: each.node["NodeID"] for index, each in found.items()}
 
 
-def test_an_instance_is_replaced_in_its_part_of_the_reservation_and_on_the_host_to_which_it_was_moved(
-    ray: ScriptedRay,
-) -> None:
+def test_an_instance_is_replaced_in_its_part_of_the_reservation(ray: ScriptedRay) -> None:
     scene = Scene(ray)
     scene.ready_s["b"] = ray.now_s + 9.5
     assert (scene.start([1]), scene.started) == ({1: "b"}, [(1, "b", {"bundle": (1, 1)})])
@@ -131,7 +129,7 @@ def test_instances_of_lost_hosts_are_on_spare_ones(
 @pytest.mark.parametrize(
     ("is_elastic", "noticed_s", "seconds"), [(True, NEVER, 30), (False, NEVER, 300), (True, 0, 0), (True, 5, 5)]
 )
-def test_an_elastic_and_a_preempted_run_give_their_last_host_up_earlier(
+def test_when_a_run_gives_its_last_host_up(
     ray: ScriptedRay, is_elastic: bool, noticed_s: float, seconds: float
 ) -> None:
     scene, began_s = Scene(ray, "", is_elastic), ray.now_s

@@ -130,9 +130,7 @@ def test_a_local_session_starts_only_the_processes_that_it_uses(ray: FakeRay, un
     assert Node().start_all() == ["gcs", *["not needed"] * 3]
 
 
-def test_the_folder_of_a_session(
-    ray: FakeRay, unopened: RaySession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_folder(ray: FakeRay, unopened: RaySession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     ray.during = lambda: used.append(os.environ["RAY_TMPDIR"])
     own = tmp_path / f"raypod-{os.getuid()}"
@@ -165,9 +163,7 @@ def test_signals_while_ray_starts_and_shuts_down_take_effect(ray: FakeRay, unope
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_too_long_a_folder_for_a_socket(
-    ray: FakeRay, unopened: RaySession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_long_a_folder(ray: FakeRay, unopened: RaySession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 107 - len(f"/ray/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store")
     monkeypatch.setattr(ray_session, "make_private", lambda folder: None)
     monkeypatch.setenv("RAY_TMPDIR", "/" + "a" * (most - 1))
@@ -181,9 +177,7 @@ def test_too_long_a_folder_for_a_socket(
     assert ray.done == done
 
 
-def test_a_session_that_does_not_start_is_tried_for_longer_each_time(
-    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_does_not_start_is_tried_for_longer(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     waits, now_s, services, said = [], [0.0], ray._private.services, []
 
     def unknown(*names: str) -> None:
@@ -221,9 +215,7 @@ def test_a_session_that_does_not_start_is_tried_for_longer_each_time(
 
 
 @pytest.mark.parametrize(("bound_s", "attempts"), [(120.0, "4 attempts"), (0.5, "1 attempt")])
-def test_a_session_whose_tries_end_early_has_four_and_may_start_in_the_second(
-    ray: FakeRay, unopened: RaySession, bound_s: float, attempts: str
-) -> None:
+def test_a_session_has_four_tries(ray: FakeRay, unopened: RaySession, bound_s: float, attempts: str) -> None:
     failures = [lambda: fails("The current node timed out during startup."), lambda: None]
     ray.during = lambda: failures.pop(0)()
     unopened.open()
@@ -235,9 +227,7 @@ def test_a_session_whose_tries_end_early_has_four_and_may_start_in_the_second(
         RaySession(place(LOCAL, Sizes(1, 1, 1)), start_bound=(bound_s, "start timeout")).open()
 
 
-def test_a_session_closes_after_an_interrupt(
-    ray: FakeRay, unopened: RaySession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_closes_if_interrupted(ray: FakeRay, unopened: RaySession, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(name: str) -> Any:
         raise KeyboardInterrupt
 
@@ -285,7 +275,7 @@ def test_only_an_own_file_names_the_cluster(foreign: str, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "local", "10.0.0.1", "h:1"])
-def test_an_address_of_another_kind_or_of_a_dead_cluster_is_an_error(
+def test_wrong_and_dead_addresses_are_errors(
     address: str, unopened: RaySession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gcs, "check", lambda *_, **__: gcs.Answer(gcs.SILENT, "refused", b""))
@@ -333,7 +323,7 @@ def test_a_join_that_hangs_exits_after_the_timeout() -> None:
         (["a process of uid 7"] * 20, 100, 10),
     ],
 )
-def test_a_silent_head_is_lost(
+def test_silent_head_is_lost(
     monkeypatch: pytest.MonkeyPatch, details: List[str], closed_after: int, requests: Any
 ) -> None:
     asked, threads = [], []

@@ -313,9 +313,7 @@ def test_the_time_in_which_the_whole_host_stood_still_makes_no_instance_stuck(fl
     assert lost(broken) == [(2, "silent")]
 
 
-def test_no_survivor_is_stuck_in_a_pause(
-    make: Callable[..., Plan], ray: ScriptedRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pause_of_survivors(make: Callable[..., Plan], ray: ScriptedRay, monkeypatch: pytest.MonkeyPatch) -> None:
     pod, bounds = {"replicas": 4, "num_instances": 4}, {"silent_after_s": 6, "stop_timeout_s": 10}
     fleet = Fleet(ray, make(pod=pod, run=bounds))
     fleet.streams[0].items.append((0.0, TaskError(CollectiveBroken(0, "timed out"))))
@@ -438,9 +436,7 @@ def test_deaths_without_a_message_and_hosts_that_do_not_answer_are_described(mes
         ("what(): no device", "its process died: it crashed (what(): no device)"),
     ],
 )
-def test_a_known_cause_counts(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Plan], exception: str, cause: str
-) -> None:
+def test_a_known_cause(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Plan], exception: str, cause: str) -> None:
     monkeypatch.setattr(ray_wait, "exception_in", lambda log_file, header: exception)
     assert ray_wait.death_causes(ScriptedRay(monkeypatch), make(), {1: ENDED + DETAIL}) == {1: cause}
 

@@ -102,9 +102,7 @@ def data(folder):
 """
 
 
-def test_a_standby_replaces_a_killed_instance_and_another_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_standby_replaces_a_killed_instance_and_one_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "marked_data.py").write_text(DATA)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -29,9 +29,7 @@ VIT = {"model": "vit_tiny", "optimizer": "adam", "learning_rate": 0.001, "update
         ({"optimizer": "adamw", "learning_rate": 0.003}, 0.8, torch.float32),
     ],
 )
-def test_precisions_and_optimizers_train(
-    make: Callable[..., Plan], flags: Any, least: float, dtype: torch.dtype
-) -> None:
+def test_precisions_optimizers_train(make: Callable[..., Plan], flags: Any, least: float, dtype: torch.dtype) -> None:
     plan = make(training={"updates": 60, **flags}, run={"fleet": "inline", "device": "emulated"})
     losses = [event.loss for event in of(events_of(plan, InlineFleet(plan)), UpdateDone)]
     assert sum(losses[-10:]) < least * sum(losses[:10])

@@ -115,9 +115,7 @@ def test_a_worker_is_forked_with_torch_and_has_what_the_raylet_gave_it(host: Hos
     assert "differs" not in host.log()
 
 
-def test_a_worker_that_is_no_fork_is_executed_and_a_request_that_was_given_up_starts_none(
-    host: Host, tmp_path: Path
-) -> None:
+def test_a_worker_that_is_no_fork_and_a_request_that_was_given_up(host: Host, tmp_path: Path) -> None:
     worker = host.worker(OMP_NUM_THREADS="3", NEW="")
     assert (worker["script"], worker["has_torch"]) == ("default_worker.py", False)
     assert worker["pid"] == worker["started"]
@@ -139,9 +137,7 @@ def test_a_worker_that_is_no_fork_is_executed_and_a_request_that_was_given_up_st
     assert host.worker()["script"] == "default_worker.py"
 
 
-def test_other_users_neither_reach_a_template_nor_stand_for_one_and_it_ends_with_the_raylet(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_users_cannot_reach_it_and_it_ends_with_the_raylet(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host.worker()
     path = Path(host.services.environment["RAYPOD_TEMPLATE"])
     assert (path.is_socket(), path.parent) == (True, host.folder), "a folder of mode 0700"
@@ -197,9 +193,7 @@ def test_the_descriptors_of_a_broken_request_are_closed(text: bytes) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_packages_that_start_threads_forbid_forks(
-    processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_with_threads_forbid_forks(processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     thread = "import threading, time; threading.Thread(target=time.sleep, args=(300,)).start()"
     (tmp_path / "poptorch.py").write_text(thread)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

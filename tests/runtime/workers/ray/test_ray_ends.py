@@ -91,9 +91,7 @@ def head() -> Iterator[List[psutil.Process]]:
             (Path(os.environ["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").unlink()
 
 
-def test_the_loss_of_the_head_ends_it(
-    head: List[psutil.Process], start_command: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_lost_head_ends_it(head: List[psutil.Process], start_command: Callable[..., Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = start_command(folder, "--checkpoint-every", "2 updates")
     assert wait_until(lambda: (folder / "checkpoints" / "LATEST").is_file() or command.poll() is not None, COMMAND_S)
