@@ -153,7 +153,7 @@ def test_a_program_without_options_runs_as_without_a_launcher(launch: Launch) ->
     assert launch("--num-instances", "1", *python(ask)).lines(0) == ["True 1"]
 
 
-def test_every_query_of_popdist_and_allreduce_in_both_precisions(launch: Launch) -> None:
+def test_every_query_of_popdist(launch: Launch) -> None:
     found = launch(*EIGHT_IN_FOUR, *program("queries.py"))
     assert found.code == 0, found.err
     for index in range(4):
@@ -161,10 +161,26 @@ def test_every_query_of_popdist_and_allreduce_in_both_precisions(launch: Launch)
             f"instance {index} of 4 local {index} replicas 2 of 8 from {2 * index} ipus 2 device {24 + index} "
             f"set True check True options 2 {index} 4 plain {index} 4"
         ]
+
+
+def test_horovod_allreduce_in_both_precisions(launch: Launch) -> None:
     found = launch(*FOUR, *program("reductions.py"))
     assert found.code == 0, found.err
     assert found.lines(0)[:2] == ["torch.float32 1.5 [150.0, 0.5]", "torch.float16 1.5 [150.0, 0.5]"]
     assert [found.lines(index)[-1] for index in range(4)] == [f"rank {k} of 4 local {k} of 4" for k in range(4)]
+
+
+def test_a_training_program_with_flags(launch: Launch) -> None:
+    flags = ("--batch-size", "4", "--gradient-accumulation", "4", "--device-iterations", "2", "--samples", "256")
+    found = launch(*FOUR_IN_TWO, *program("ddp_main.py", *flags, "--eight-bit-io", "--async-dataloader"))
+    assert found.code == 0, found.err
+    epochs = [line for line in found.lines(0) if line.startswith("[Epoch")]
+    assert [line[:10] for line in epochs] == ["[Epoch 01]", "[Epoch 02]"]
+    assert re.fullmatch(r"\[Epoch 02\] loss: \d\.\d{3}, acc: \d+\.\d", epochs[-1])
+    (bar,) = [line for line in found.lines(0, "stderr") if "[Epoch 01]" in line and "100%" in line]
+    assert "2/2" in bar
+    assert "loss=" in bar
+    assert all(found.lines(index)[0].startswith("Namespace(") for index in range(2))
 
 
 def test_each_instance_gets_its_share_of_the_data(launch: Launch) -> None:
