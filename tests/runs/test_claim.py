@@ -1,47 +1,49 @@
-"""Run folders with several commands at a time, and after commands that end with a mistake."""
+"""Run folders with several commands at a time, after commands that end with a mistake, and their leases."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import errno
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Dict, Iterator, List, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import pytest
 
 from raypod import train
 from raypod.__main__ import main
 from raypod.api import training
-from raypod.errors import ClusterError, LeaseHeld
+from raypod.errors import ClusterError, FolderLost, LeaseHeld, LeaseLost
 from raypod.plan.resolve import from_values
-from raypod.runs import claim, run_folder, run_state
+from raypod.runs import claim, lease, run_folder, run_state
+from raypod.runs.lease import Lease
 from raypod.system import files
 from tests.support.bounded import COMMAND_S, wait_until
 
+Capture = pytest.CaptureFixture[str]
 QUICK = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--lr-schedule", "constant"]
 
 
 def start(folder: Path, *flags: str, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """Start a command in `folder`."""
     line = [*prefix, sys.executable, "-m", "raypod.train", *QUICK, *flags]
     variables, pipe = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, subprocess.PIPE
     return subprocess.Popen(line, cwd=str(folder), env=variables, stdout=pipe, stderr=pipe, text=True)
 
 
 def tree(folder: Path) -> Dict[str, bytes]:
-    """The content of all files, and the names of all folders."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
-def test_runs_that_start_in_the_same_second_get_different_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_start_at_the_same_time_get_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda *_: "20260101-120000")
     config = from_values({})
@@ -51,28 +53,10 @@ def test_runs_that_start_in_the_same_second_get_different_folders(
 
     with ThreadPoolExecutor(20) as pool:
         claims = list(pool.map(enter, range(20)))
-    assert len({each.folder for each in claims}) == 20
-    assert len(list((tmp_path / "runs").iterdir())) == 20
+    assert (len({each.folder for each in claims}), len(list((tmp_path / "runs").iterdir()))) == (20, 20)
     for each in claims:
         with each:
             pass
-
-
-@pytest.mark.usefixtures("processes")
-def test_one_of_two_commands_with_the_same_folder_at_the_same_time_runs(tmp_path: Path) -> None:
-    commands = [start(tmp_path, "--run-dir", str(tmp_path / "run"), "--epochs", "400") for _ in range(2)]
-    try:
-        assert wait_until(lambda: any(command.poll() is not None for command in commands), COMMAND_S)
-        (loser,) = [command for command in commands if command.poll() is not None]
-        (winner,) = [command for command in commands if command is not loser]
-        _, err = loser.communicate(timeout=60)
-        assert loser.returncode == 2
-        (line,) = err.splitlines()
-        assert f"is in use by pid {winner.pid} on host {socket.gethostname()}" in line
-    finally:
-        for command in commands:
-            command.terminate()
-            command.communicate(timeout=60)
 
 
 MISTAKES = [
@@ -90,9 +74,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder, empty, and an importable model without batch normalization."""
     modules = tmp_path / "modules"
     modules.mkdir()
-    (modules / "without_norms.py").write_text(
-        "import poptorch\nimport torch\n\n\ndef make(channels, classes):\n    return torch.nn.Flatten()\n"
-    )
+    text = "import poptorch\nimport torch\n\n\ndef make(channels, classes):\n    return torch.nn.Flatten()\n"
+    (modules / "without_norms.py").write_text(text)
     monkeypatch.syspath_prepend(str(modules))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     folder = tmp_path / "here"
@@ -104,43 +87,29 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("flags", MISTAKES, ids=lambda flags: flags[-1])
 @pytest.mark.parametrize("more", [[], ["--run-dir", "a/b"]], ids=["default", "named"])
-def test_a_mistake_leaves_nothing_behind(
-    flags: List[str], more: List[str], here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train.main([*QUICK, *flags, *more]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+def test_a_mistake_leaves_nothing(flags: List[str], more: List[str], here: Path, capsys: Capture) -> None:
+    assert (train.main([*QUICK, *flags, *more]), len(capsys.readouterr().err.splitlines())) == (2, 1)
     assert not tree(here)
 
 
-def test_an_unknown_value_of_a_variable_of_the_sdk_leaves_nothing_behind(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("EMULATED_POD_COMPILE", "yes")
-    test_a_mistake_leaves_nothing_behind([], [], here, capsys)
-
-
-def test_a_mistake_of_the_first_call_leaves_nothing_on_a_storage(here: Path) -> None:
-    (here.parent / "storage").mkdir()
+def test_mistakes_found_later_leave_nothing(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    (here.parent / "storage").mkdir()  # of a first call
     flags = ["--popart", "noSuchOption=true", "--num-instances", "1", "--storage-path", f"file://{here.parent}/storage"]
     assert train.main([*QUICK, *flags]) == 2
-    assert not tree(here)
     assert not tree(here.parent / "storage")
-
-
-@pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize("flags", [MISTAKES[1], MISTAKES[-1]], ids=lambda flags: flags[-1])
-def test_a_mistake_of_a_detached_run_leaves_nothing_behind(
-    flags: List[str], here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    test_a_mistake_leaves_nothing_behind(flags, ["--detach"], here, capsys)
-
-
-def test_a_cluster_that_is_not_running_leaves_nothing_behind(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster, head = here.parent / "cluster.yaml", "{type: local, head_ip: 127.0.0.5}"
     cluster.write_text(f"provider: {head}\nhead_start_ray_commands: [ray start --head --port=9]\n")
     assert train.main(["--device", "emulated", "--cluster", str(cluster)]) == 2
     assert "no Ray cluster is running" in capsys.readouterr().err
     assert not tree(here)
+    monkeypatch.setenv("EMULATED_POD_COMPILE", "yes")  # an unknown value
+    test_a_mistake_leaves_nothing([], [], here, capsys)
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("flags", [MISTAKES[1], MISTAKES[-1]], ids=lambda flags: flags[-1])
+def test_a_detached_mistake_leaves_nothing(flags: List[str], here: Path, capsys: Capture) -> None:
+    test_a_mistake_leaves_nothing(flags, ["--detach"], here, capsys)
 
 
 def test_a_mistake_leaves_an_existing_run_as_it_was(here: Path) -> None:
@@ -156,17 +125,14 @@ def test_a_mistake_leaves_an_existing_run_as_it_was(here: Path) -> None:
     assert train.main([*flags, "--updates", "2"]) == 0
     before = tree(here)
     value.write_text("2")  # found by the instances, after the files of the run were written
-    assert train.main([*flags, "--updates", "3", "--resume", "run"]) == 2
-    assert tree(here) == before
+    assert (train.main([*flags, "--updates", "3", "--resume", "run"]), tree(here)) == (2, before)
     assert train.main([*flags, "--updates", "3", "--resume", "run", "--device", "ipu"]) == 2
     assert tree(here) == before
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
 @pytest.mark.parametrize("at", ["mkdir", "plan.json", "config.yaml"])
-def test_an_interruption_before_the_files_of_a_run_are_written_leaves_nothing_behind(
-    error: BaseException, at: str, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_is_clean(error: BaseException, at: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, flags = files.replace_file, [*QUICK, "--run-dir", "run", "--updates", "1"]
 
     def interrupted(path: Path, data: bytes) -> None:
@@ -177,33 +143,37 @@ def test_an_interruption_before_the_files_of_a_run_are_written_leaves_nothing_be
                 patched.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(error))
             real(path, data)
 
-    with monkeypatch.context() as patched:
+    is_exit = isinstance(error, SystemExit)
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) if is_exit else contextlib.nullcontext():
         patched.setattr(run_folder, "replace_file", interrupted)
-        if isinstance(error, SystemExit):
-            with pytest.raises(SystemExit):
-                train.main(flags)
-        else:
-            assert train.main(flags) == 130
+        assert train.main(flags) == 130
     assert not tree(here)
     assert train.main([*flags, "--learning-rate", "0.01"]) == 0
 
 
-def test_a_run_that_was_killed_before_its_first_file_does_not_refuse_the_corrected_command(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (here / "run" / "logs").mkdir(parents=True)
-    for name in ("logs/coordinator.log", "logs/coordinator.times", "plan.json.partial"):
-        (here / "run" / name).touch()
-    assert train.main([*QUICK, "--run-dir", "run", "--updates", "1"]) == 0
+def test_a_folder_with_other_files_is_not_used_but_what_a_killed_run_left_is(here: Path, capsys: Capture) -> None:
     (here / "own" / "logs").mkdir(parents=True)
     (here / "own" / "logs" / "own.log").touch()
-    assert train.main([*QUICK, "--run-dir", "own", "--updates", "1"]) == 2
-    assert "own is not empty and no run folder (it contains logs)" in capsys.readouterr().err
+    (here / "mine").mkdir()
+    (here / "mine" / "thesis.tex").write_text("precious")
+    before = tree(here)
+    for name, words in (
+        ("own", "own is not empty and no run folder (it contains logs)"),
+        ("mine", "mine is not empty and no run folder (it contains thesis.tex)"),
+        ("mine/thesis.tex", "thesis.tex is not a folder"),
+    ):
+        assert train.main([*QUICK, "--run-dir", name, "--updates", "1"]) == 2
+        assert words in capsys.readouterr().err
+    assert tree(here) == before
+    (here / "run" / "logs").mkdir(parents=True)
+    for name in ("logs/coordinator.log", "logs/coordinator.times", "plan.json.partial"):  # killed before its first file
+        (here / "run" / name).touch()
+    (here / "empty").mkdir()
+    for name in ("run", "empty"):
+        assert train.main([*QUICK, "--run-dir", name, "--updates", "1"]) == 0
 
 
-def test_a_mistake_of_a_run_that_resumes_into_another_folder_leaves_nothing_behind(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_of_a_resume_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     def no_pod(*arguments: object) -> None:
         assert Path("new/evaluations.jsonl").is_file()
         raise ClusterError("no Ray cluster is running")
@@ -215,20 +185,6 @@ def test_a_mistake_of_a_run_that_resumes_into_another_folder_leaves_nothing_behi
         assert train.main(flags) == 2
     assert not Path("new").exists()
     assert train.main(flags) == 0
-
-
-def test_a_folder_with_other_files_is_not_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "own").mkdir()
-    (here / "own" / "thesis.tex").write_text("precious")
-    before = tree(here)
-    for name in ("own", "own/thesis.tex"):
-        assert train.main([*QUICK, "--run-dir", name]) == 2
-    err = capsys.readouterr().err
-    assert "own is not empty and no run folder (it contains thesis.tex)" in err
-    assert "thesis.tex is not a folder" in err
-    assert tree(here) == before
-    (here / "empty").mkdir()
-    assert train.main([*QUICK, "--run-dir", "empty", "--updates", "1"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -245,9 +201,7 @@ def test_a_folder_with_other_files_is_not_used(here: Path, capsys: pytest.Captur
         (["--model", "numpy:get_include"], "is called with (channels, classes)"),
     ],
 )
-def test_a_dry_run_finds_the_mistakes_of_a_start(
-    flags: List[str], words: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_finds_the_mistakes(flags: List[str], words: str, here: Path, capsys: Capture) -> None:
     if "run" in flags:
         assert train.main([*QUICK, "--run-dir", "run", "--updates", "2"]) == 0
     before = tree(here)
@@ -258,13 +212,10 @@ def test_a_dry_run_finds_the_mistakes_of_a_start(
         assert train.main([*QUICK, *own, *flags, *more]) == 2
         lines.append(capsys.readouterr().err)
         assert words in lines[-1]
-    assert lines[0] == lines[1]
-    assert tree(here) == before
+    assert (lines[0], tree(here)) == (lines[1], before)
 
 
-def test_a_run_of_an_older_version_that_has_started_elsewhere_needs_take_over(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_an_older_version_elsewhere_needs_take_over(here: Path, capsys: Capture) -> None:
     assert train.main([*QUICK, "--run-dir", "run", "--updates", "2"]) == 0
     resume, before = ["--resume", "run", "--updates", "4"], tree(here)
     capsys.readouterr()
@@ -294,9 +245,7 @@ def far_run(here: Path, processes: None) -> Iterator[subprocess.Popen[str]]:
         command.communicate(timeout=60)
 
 
-def test_a_run_on_another_host_is_refused_and_can_be_taken_over(
-    far_run: subprocess.Popen[str], here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_on_another_host_is_taken_over(far_run: subprocess.Popen[str], here: Path, capsys: Capture) -> None:
     assert train.main(["--resume", "run", "--updates", "400"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"is in use by pid {far_run.pid} on host far (since " in line
@@ -315,8 +264,7 @@ def test_a_run_on_another_host_is_refused_and_can_be_taken_over(
     assert "has taken over" in err.splitlines()[-1]
     assert state.host == socket.gethostname()
     lines = [json.loads(each)["update"] for each in (here / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert lines == list(range(1, len(lines) + 1))
-    assert main(["verify-data", "run"]) == 0
+    assert (lines, main(["verify-data", "run"])) == (list(range(1, len(lines) + 1)), 0)
     assert not list((here / "run").glob("*lease*"))
 
 
@@ -327,3 +275,224 @@ def test_the_lease_file_names_the_owner_of_a_run(here: Path) -> None:
         (content,) = [json.loads(path.read_text()) for path in held.folder.glob("lease-*.json")]
     assert (content["host"], content["pid"]) == (socket.gethostname(), os.getpid())
     assert content["expires_after_s"] == 30
+
+
+Acquire = Callable[..., Lease]
+OnHost = Callable[[str], None]
+
+
+@pytest.fixture(autouse=True)
+def frequent_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "HEARTBEAT_S", 0.2)
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> OnHost:
+    """`on_host("far")`: from now on this process appears to be on another host."""
+    return lambda name: monkeypatch.setattr(socket, "gethostname", lambda: name)
+
+
+@pytest.fixture
+def acquire(tmp_path: Path) -> Iterator[Acquire]:
+    """`acquire(take_over=...)`: as `lease.acquire`, for one folder; the leases are released after the test."""
+    held: List[Lease] = []
+
+    def acquire_and_release(take_over: bool = False, log: Callable[[str], None] = print) -> Lease:
+        held.append(lease.acquire(tmp_path, "the way out", take_over, log))
+        return held[-1]
+
+    yield acquire_and_release
+    for each in held:
+        each.release()
+
+
+def entries(folder: Path) -> List[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def age(folder: Path, seconds: float) -> None:
+    found = lease.current(folder)
+    os.utime(str(found.path), (found.renewed_s - seconds,) * 2)
+
+
+def test_one_of_many_processes_acquires_a_folder(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        attempts = [pool.submit(lease.acquire, tmp_path) for _ in range(20)]
+    held = [each.result() for each in attempts if each.exception() is None]
+    errors = {str(each.exception()) for each in attempts if each.exception() is not None}
+    assert len(held) == len(errors) == 1
+    assert f"is in use by pid {os.getpid()} on host {socket.gethostname()}" in errors.pop()
+    assert len(entries(tmp_path)) == 1
+    held[0].release()
+    assert not entries(tmp_path)
+
+
+def test_the_lease_of_a_dead_process_here_ends_at_once(processes: None, tmp_path: Path, acquire: Acquire) -> None:
+    program = "import os, sys; from pathlib import Path; from raypod.runs import lease\n"
+    program += "lease.acquire(Path(sys.argv[1])); os._exit(9)"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=60)
+    assert len(entries(tmp_path)) == 1
+    held = acquire(log=pytest.fail)  # without a wait
+    assert not held.is_first
+    held.remove_ended()
+    assert len(entries(tmp_path)) == 1
+
+
+def test_what_killed_processes_have_left_of_their_leases_is_removed(tmp_path: Path, acquire: Acquire) -> None:
+    me = lease.this_process()
+    dead = dataclasses.replace(me, owner="dead", started_ticks=me.started_ticks - 1)
+    remote = dataclasses.replace(me, owner="remote", host="far")
+    contents = {"dead": dead.content(), "live": me.content(), "remote": remote.content(), "empty": b"", "old": b""}
+    for name, content in contents.items():
+        (tmp_path / f".lease-{name}.partial").write_bytes(content)
+    long_ago_s = time.time() - 3600
+    os.utime(str(tmp_path / ".lease-old.partial"), (long_ago_s, long_ago_s))
+    held = acquire()
+    held.remove_ended()
+    left = {".lease-live.partial", ".lease-remote.partial", ".lease-empty.partial"}
+    assert set(entries(tmp_path)) == {*left, "lease-1.json"}
+
+
+def test_a_live_lease_stays(tmp_path: Path, acquire: Acquire, on_host: OnHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_host("far")
+    held, real = acquire(), os.utime
+    on_host("near")
+    with pytest.raises(LeaseHeld) as error:
+        acquire()
+    text = str(error.value)
+    assert f"pid {os.getpid()} on host far (since " in text
+    assert "expires after 30 s" in text
+    assert text.endswith("the way out")
+    monkeypatch.setattr(os, "utime", lambda path: real(path, (time.time() - 3600,) * 2))  # its clock is late
+    assert wait_until(lambda: lease.find(tmp_path)[0].renewed_s < time.time() - 3000)
+    with pytest.raises(LeaseHeld):
+        acquire()
+    held.check()
+
+
+def test_the_lease_of_a_dead_host_expires_unless_it_is_read(tmp_path: Path, acquire: Acquire, on_host: OnHost) -> None:
+    on_host("far")
+    acquire().leave()  # no heartbeat any more
+    on_host("near")
+    age(tmp_path, 29)
+    with pytest.raises(LeaseHeld):
+        acquire()
+    age(tmp_path, 2)
+    waits: List[str] = []
+    before = entries(tmp_path)
+    acquire(log=waits.append).release()
+    assert "s for a heartbeat of pid " in waits[0]
+    assert entries(tmp_path) == before
+    acquire()
+    with pytest.raises(LeaseHeld, match="on host near"):
+        acquire()
+
+
+@pytest.mark.parametrize("host", ["far", ""])
+def test_a_holder_that_is_taken_over_ends(tmp_path: Path, acquire: Acquire, on_host: OnHost, host: str) -> None:
+    here = socket.gethostname()
+    on_host(host or here)
+    held = acquire()
+    on_host(here)
+    with ThreadPoolExecutor(1) as pool:
+        new = pool.submit(acquire, take_over=True)
+        assert wait_until(lambda: len(lease.find(tmp_path)) == 2)
+        with pytest.raises(LeaseLost, match=f"pid {os.getpid()} on host {here}"):
+            wait_until(lambda: held.check() is not None)
+        assert not new.done()  # it waits until the old holder has ended
+        held.release()
+        new.result(timeout=30).check()
+    assert len(entries(tmp_path)) == 1
+
+
+def test_a_lost_lease_interrupts_a_wait_of_the_main_thread(acquire: Acquire) -> None:
+    held = acquire()
+    began = threading.Event()
+
+    def wait() -> None:
+        with held.interrupting():
+            began.set()
+            threading.Event().wait(30)
+
+    with ThreadPoolExecutor(1) as pool:
+        new = pool.submit(lambda: began.wait(30) and acquire(take_over=True))
+        with pytest.raises(LeaseLost):
+            wait()
+        held.release()
+        new.result(timeout=30)
+
+
+def test_a_stopped_process_notices_the_loss(acquire: Acquire, on_host: OnHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "HEARTBEAT_S", 600)  # the thread renews the lease only when `check` wakes it
+    on_host("far")
+    held = acquire()
+    on_host("near")
+    age(held.folder, 31)
+    monkeypatch.setattr(lease, "HEARTBEAT_S", 0.1)
+    acquire()
+    real = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 60)
+    with pytest.raises(LeaseLost):
+        held.check()
+
+
+def test_a_disk_that_fails_is_reported_once_and_ends_no_run(acquire: Acquire, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings, attempts = [], []  # type: ignore[var-annotated]
+    held, real = acquire(log=warnings.append), os.utime
+
+    def fail(*arguments: Any) -> None:
+        attempts.append(1)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "utime", fail)
+    monkeypatch.setattr(lease, "LATE_S", 0.1)
+    assert wait_until(lambda: len(attempts) > 5)
+    held.check()
+    (warning,) = warnings
+    assert "Input/output error" in warning
+    monkeypatch.setattr(os, "utime", real)
+    held.check()
+
+
+def test_a_full_disk_prevents_no_heartbeat(processes: None, small_disk: Callable[..., Path], tmp_path: Path) -> None:
+    folder = small_disk(tmp_path / "disk", 64)
+    warnings: List[str] = []
+    held = lease.acquire(folder, log=warnings.append)
+    try:
+        with pytest.raises(OSError, match="No space"):
+            (folder / "full").write_bytes(bytes(1 << 20))
+        first = lease.find(folder)[0].renewed_s
+        assert wait_until(lambda: lease.find(folder)[0].renewed_s > first)
+        assert not warnings
+    finally:
+        held.release()
+
+
+@pytest.mark.parametrize("is_below", [True, False])
+def test_nothing_is_written_where_the_folder_was(tmp_path: Path, is_below: bool) -> None:
+    """As after `umount -l`: the path leads to the folder below the mount point, or to none."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    held = lease.acquire(folder)
+    try:
+        held.check_folder()
+        folder.rename(tmp_path / "unmounted")
+        if is_below:
+            folder.mkdir()
+        with pytest.raises(FolderLost, match="its disk was unmounted"):
+            held.check_folder()
+        with pytest.raises(FolderLost):
+            wait_until(lambda: held.check() is not None)
+    finally:
+        held.release()
+    assert is_below is folder.exists()
+    assert not is_below or not entries(folder)
+
+
+def test_a_lease_that_was_removed_by_hand_is_written_again(tmp_path: Path, acquire: Acquire) -> None:
+    held = acquire()
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    held.check_folder()
+    assert wait_until(path.exists)
+    held.check()

@@ -1,4 +1,4 @@
-"""The console output of a run, and the table at its end."""
+"""The console output of a run, its remaining time, and the table at its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, List, Tuple
 
 import pytest
 
@@ -17,6 +17,8 @@ from raypod.events import (
     CheckpointFailed,
     EpochDone,
     EvaluationDone,
+    Event,
+    InstanceLost,
     InstanceWarned,
     Repaired,
     Resized,
@@ -26,7 +28,7 @@ from raypod.events import (
 )
 from raypod.plan.plan import Plan
 from raypod.runs import progress
-from raypod.runs.progress import NORMAL, QUIET, VERBOSE, Progress, summary_table
+from raypod.runs.progress import NORMAL, QUIET, VERBOSE, Progress, RemainingTime, summary_table
 
 Shown = Callable[..., "tuple[str, str]"]
 UNKNOWN = {"loss": math.nan, "accuracy": math.nan}
@@ -81,12 +83,18 @@ def shown(make: Callable[..., Plan]) -> Shown:
     return show
 
 
-def test_a_resumed_bar_starts_inside_the_epoch(shown: Shown) -> None:
+def test_a_resumed_bar_starts_inside_the_epoch_and_a_run_that_ends_inside_shows_its_last_update(shown: Shown) -> None:
     _, err = shown(*map(update, range(61, 89)), err=Terminal())
     assert "[Epoch 02]" in err
     assert "17/44" in err  # updates 45..60 were done before the resume
     assert "?it/s" not in err, "no bar without figures"
     assert "44/44" in err
+    ended = RunEnded(20, False, "ab", None)
+    assert "[Epoch 01, update 20] loss: 1.250, acc: 50.0" in shown(*map(update, range(1, 21)), ended)[0]
+    assert ", update" not in shown(*map(update, range(1, 45)), EPOCH, ended)[0]
+    out, _ = shown(update(20), EvaluationDone(360, {"loss": 1.0, "accuracy": 60.0}, 20, 1), update(21), ended)
+    assert "update 20]" not in out  # an evaluation within the epoch is not the end of the run
+    assert "[Epoch 01, update 21]" in out
 
 
 def test_a_notebook_has_one_bar_for_the_run(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,47 +116,31 @@ def test_a_notebook_has_one_bar_for_the_run(shown: Shown, monkeypatch: pytest.Mo
     assert "[Epoch 01] loss: 1.835" in out
 
 
-def test_without_a_terminal_plain_lines_are_printed(shown: Shown) -> None:
+def test_without_a_terminal_plain_lines_are_printed_and_the_result_and_an_interruption(shown: Shown) -> None:
     assert shown(*map(update, range(1, 45)), EPOCH) == ("[Epoch 01] loss: 1.835, acc: 32.3\n", "")
-
-
-def test_the_result_and_an_interruption_are_printed(shown: Shown) -> None:
     out, _ = shown(STARTED, evaluation(44, 91.94), evaluation(88, 98.61, 0.05), RunEnded(50, True, "ab", None))
     assert "emulated SDK on CPU (no poptorch here); 77,754 parameters in each instance, from update 44 on" in out
     assert "[Epoch 01] test loss: 0.500, test acc: 91.94\n" in out
     assert "Test accuracy: 98.61 % of 360 images (loss 0.050)" in out
     assert "Interrupted after update 50; continue with --resume" in out
-
-
-@pytest.mark.parametrize(
-    ("updates", "checkpoint", "hint"),
-    [
-        (0, None, "start it again: it has no checkpoint yet"),
-        (50, "other/checkpoints/update-50", "continue with --resume other/checkpoints/update-50"),
-    ],
-)
-def test_an_interrupted_run_names_what_can_be_resumed(shown: Shown, updates: int, checkpoint: Any, hint: str) -> None:
-    assert f"Interrupted after update {updates}; {hint}\n" in shown(RunEnded(updates, True, "ab", checkpoint))[0]
-
-
-def test_a_run_that_ends_within_an_epoch_shows_its_last_update(shown: Shown) -> None:
-    ended = RunEnded(20, False, "ab", None)
-    assert "[Epoch 01, update 20] loss: 1.250, acc: 50.0" in shown(*map(update, range(1, 21)), ended)[0]
-    assert ", update" not in shown(*map(update, range(1, 45)), EPOCH, ended)[0]
-    out, _ = shown(update(20), EvaluationDone(360, {"loss": 1.0, "accuracy": 60.0}, 20, 1), update(21), ended)
-    assert "update 20]" not in out  # an evaluation within the epoch is not the end of the run
-    assert "[Epoch 01, update 21]" in out
+    for ended, hint in (
+        (RunEnded(0, True, "ab", None), "0; start it again: it has no checkpoint yet"),
+        (RunEnded(50, True, "ab", "other/update-50"), "50; continue with --resume other/update-50"),
+    ):
+        assert f"Interrupted after update {hint}\n" in shown(ended)[0]
 
 
 def test_a_warning_of_the_run_names_no_instance_and_an_unknown_loss_is_none(shown: Shown) -> None:
     assert shown(InstanceWarned(0, "the loss became nan", ""))[0] == "warning: the loss became nan\n"
-    updates = [dataclasses.replace(update(number), metrics=UNKNOWN) for number in (3, 4)]
-    out, err = shown(dataclasses.replace(updates[0], missing_reports=(1,)), err=Terminal())
+    unknown = dataclasses.replace(update(3), metrics=UNKNOWN, missing_reports=(1,))
+    out, err = shown(unknown, err=Terminal())
     assert out == ""
     assert "loss and acc unknown" in err
+    _, err = shown(dataclasses.replace(update(1), learning_rate=0.0123456), err=Terminal())
+    assert "acc=50.0, lr=0.0123, 1000 images/s" in err
 
 
-def test_a_repair_names_the_damaged_checkpoints(shown: Shown) -> None:
+def test_a_repair_names_the_damaged_checkpoints_and_a_resize_that_the_bits_differ(shown: Shown) -> None:
     damaged = ("checkpoints/update-00000012 is damaged: weights.safetensors has another sha256",)
     repaired = Repaired((0, 1), ("a", "b"), "checkpoints/update-00000006", 6, 2.0, 1, 2, damaged)
     warning, line = shown(repaired)[0].splitlines()
@@ -156,18 +148,10 @@ def test_a_repair_names_the_damaged_checkpoints(shown: Shown) -> None:
     assert line.startswith("Repaired in 2.0 s: new instance 0 on a, instance 1 on b, with the state of checkpoints/")
     reset = dataclasses.replace(repaired, passed_over=(), reset_on=("a",))
     assert shown(reset)[0].startswith("Repaired in 2.0 s: devices reset on a, new instance 0 on a, instance 1 on b")
-
-
-def test_a_change_of_the_replicas_says_that_the_bits_differ(shown: Shown) -> None:
     assert shown(Resized(13, 1, 4, 4, ("a",), "host b is lost"))[0] == (
         "Elastic: 1 replica x accumulation 4 from update 14 on, instead of 4 replicas (host b is lost): every update "
         "has the same samples, but sums them in another order, so the bits of the weights differ\n"
     )
-
-
-def test_the_line_of_an_update_has_its_learning_rate(shown: Shown) -> None:
-    _, err = shown(dataclasses.replace(update(1), learning_rate=0.0123456), err=Terminal())
-    assert "acc=50.0, lr=0.0123, 1000 images/s" in err
 
 
 @pytest.mark.parametrize("columns", [160, 80, 60])
@@ -198,8 +182,7 @@ def test_a_quiet_run_shows_what_went_wrong_and_the_result(shown: Shown) -> None:
     out, err = shown(*events, err=Terminal(), detail=QUIET)
     warning, result = out.splitlines()
     assert warning.startswith("warning: cannot write the checkpoint checkpoints/b: no space left")
-    assert result == "Test accuracy: 98.61 % of 360 images (loss 0.050)"
-    assert err == ""
+    assert (result, err) == ("Test accuracy: 98.61 % of 360 images (loss 0.050)", "")
 
 
 def test_the_plan_begins_with_what_is_trained(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,9 +200,7 @@ def test_the_plan_begins_with_what_is_trained(make: Callable[..., Plan], monkeyp
 
 
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_colours_only_on_a_terminal_that_wants_them(
-    shown: Shown, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
-) -> None:
+def test_colours_only_where_wanted(shown: Shown, monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     repaired = Repaired((0,), ("a",), "instance 1", 6, 2.0, 1, 2, ())
@@ -268,16 +249,65 @@ def test_the_table(table: Callable[..., str]) -> None:
     ]
 
 
-def test_what_is_not_known_is_left_out(table: Callable[..., str]) -> None:
+def test_what_is_not_known_is_left_out_and_a_narrow_terminal_folds_texts(table: Callable[..., str]) -> None:
     text = table(7500, test_accuracy=None, seconds_to_first_update=None, samples_per_s=0.0, checkpoint=None)
     assert "accuracy" not in text
     assert "checkpoint" not in text
     assert "        time  2 h 5 min\n" in text
     assert "  throughput  not known: the first call is not timed\n" in text
-
-
-def test_a_narrow_terminal_folds_texts(table: Callable[..., str]) -> None:
     lines = table(131, 50).splitlines()
     assert max(map(len, lines)) <= 50
     assert "        time  2 min 11 s, 7.6 s of them until the" in lines
     assert "              first update" in lines
+
+
+EVALUATION = EvaluationDone(360, {"loss": 1.0}, 0, 1)
+LOST = InstanceLost(1, "h", "died", "its process died", "", "", "log")
+REPAIRED = Repaired((1,), ("h",), "instance 0", 1, 100.0, 1, 2)
+Pauses = Callable[[int], List[Tuple[Event, float]]]  # before an update: events, and the time that each takes
+
+
+def nothing(update: int) -> List[Tuple[Event, float]]:
+    return []
+
+
+def left_of(
+    total: int, call_s: Callable[[int], float], pauses: Pauses = nothing, first: int = 1, per_call: int = 1
+) -> List[Tuple[float, float]]:
+    """Run until the update `total`; return (shown, true) remaining times, of each update with both."""
+    remaining, now_s, rows = RemainingTime(total, per_call), 7.0, []
+    for update in range(first, total + 1):
+        for event, seconds in pauses(update):
+            remaining.add(event)
+            now_s += seconds
+        now_s += call_s(update) if (update - first) % per_call == 0 else 0.0
+        remaining.add(UpdateDone(update, 1, {"loss": 1.0}, update, 1.0, now_s))
+        rows.append((remaining.left_s, now_s))
+    return [(left_s, now_s - at_s) for left_s, at_s in rows if left_s is not None]
+
+
+@pytest.mark.parametrize(("first", "per_call"), [(1, 1), (61, 1), (1, 8)])
+def test_a_steady_run_ends_when_it_is_shown(first: int, per_call: int) -> None:
+    rows = left_of(160, lambda update: 0.5 if update > first else 30.0, first=first, per_call=per_call)
+    assert len(rows) >= 160 - first - 2 * per_call
+    assert all(left_s == pytest.approx(true_s) for left_s, true_s in rows)
+
+
+def test_evaluations_repairs_and_a_slower_pace_cause_no_jumps() -> None:
+    rows = left_of(440, lambda update: 1.0, lambda update: [(EVALUATION, 20.0)] if update % 44 == 1 < update else [])
+    steps = [abs(after - before) for (before, _), (after, _) in zip(rows, rows[1:])]
+    assert max(steps) < 0.25 * rows[0][0]
+    assert all(left_s == pytest.approx(true_s, abs=30.0) for left_s, true_s in rows[132:])
+    assert rows[-1] == (0.0, 0.0)
+    rows = left_of(400, lambda update: 1.0, lambda update: [(LOST, 20.0), (REPAIRED, 80.0)] if update == 20 else [])
+    assert [left_s for left_s, _ in rows] == pytest.approx([float(left) for left in range(398, -1, -1)])
+    rows = left_of(2000, lambda update: 0.2 if update < 500 else 1.0)
+    assert (rows[400][0], rows[900][0]) == (pytest.approx(0.2 * 1600, rel=0.02), pytest.approx(1100, rel=0.1))
+
+
+@pytest.mark.parametrize(("slow", "most"), [(10, 2.5), (30, 1.5), (100, 1.2), (395, 1.0)])
+def test_a_slow_call_does_not_multiply_the_remaining_time(slow: int, most: float) -> None:
+    rows = left_of(400, lambda update: 20.0 if update == slow else 1.0)
+    assert max(left_s for left_s, _ in rows) < most * 400
+    after = [left_s / true_s for left_s, true_s in rows[slow + 100 :] if true_s > 0]
+    assert all(0.8 < ratio < 1.4 for ratio in after)

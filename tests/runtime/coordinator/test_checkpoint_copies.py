@@ -1,9 +1,11 @@
-"""The newest checkpoint of a run is kept on other hosts, whatever happens to them; the run does not wait for it."""
+"""Checkpoints on the disks of other hosts: copies of the newest one, and instances on another disk."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -11,25 +13,38 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import pytest
 
-from raypod.errors import ConfigError
-from raypod.events import CheckpointSaved, Event, RunEnded, RunStarted
+from raypod.errors import CheckpointNotSaved, ConfigError
+from raypod.events import (
+    CallReport,
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    InstanceLost,
+    Repaired,
+    RunEnded,
+    RunStarted,
+)
 from raypod.plan import compatibility, layout
-from raypod.plan.plan import Plan
+from raypod.plan.plan import Plan, Segment
 from raypod.runs import run_folder, run_state, verify_data
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.run_view import RunView
 from raypod.runs.sinks import Sinks
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.coordinator.checkpoint_copies import CheckpointCopies
+from raypod.runtime.workers.fleet import FleetBroken
 from raypod.runtime.workers.inline import InlineFleet
 from raypod.system import files
 from raypod.training.checkpoint import resume
 from raypod.training.checkpoint.format import Checkpoint
+from raypod.training.checkpoint.resume import newest_valid
+from raypod.training.checkpoint.storage import checkpoints_folder
 from raypod.training.checkpoint.transfer import held_copies
 from tests.support.bounded import wait_until
 from tests.support.other_disks import DirectServer, Fault, Request, unchanged
+from tests.support.saved_runs import contents, save, weights_of
 from tests.support.saved_runs import run as run_here
-from tests.support.saved_runs import save, weights_of
+from tests.support.scripted_runs import events_of, of, only, updates_of
 
 Make = Callable[..., Plan]
 STARTED = RunStarted("emulated", "", 0, 1, ())
@@ -46,22 +61,18 @@ class Hosts(InlineFleet):
         self.servers: List[Tuple[str, DirectServer]] = []
 
     def peers(self) -> List[str]:
-        """See `Fleet.peers`."""
         return list(self.names)
 
     def serve_on(self, host: str, kind: Callable[..., Any], *arguments: Any) -> DirectServer:
-        """See `Fleet.serve_on`."""
         served = kind(str(self.disk(host)), *arguments[1:])
         server = DirectServer(served, lambda number, request: self.faults.get(host, unchanged)(number, request))
         self.servers.append((host, server))
         return server
 
     def disk(self, host: str) -> Path:
-        """Return the folder of the copies on a host."""
         return self._root / ("shared" if host in self._shared else host)
 
     def held(self, host: str) -> List[int]:
-        """Return the updates of the copies on a host."""
         return [age[1] for run in self.disk(host).glob("*") for age, _ in held_copies(run)]
 
 
@@ -77,10 +88,8 @@ class Session:
         folder.mkdir(exist_ok=True)
         state = run_state.RunState(1, 2, "head", run_state.RUNNING, 0, 200)
         (folder / layout.STATE).write_text(json.dumps(vars(state)))
-        disk = str(self.fleet.disk("head"))
-        self.copies = CheckpointCopies(
-            self.plan, self.fleet, self.warnings.append, lambda line: None, lambda: left_s, disk
-        )
+        disk, warn = str(self.fleet.disk("head")), self.warnings.append
+        self.copies = CheckpointCopies(self.plan, self.fleet, warn, lambda line: None, lambda: left_s, disk)
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(self.copies)
 
@@ -89,7 +98,6 @@ class Session:
         return self
 
     def save(self, update: int) -> Checkpoint:
-        """Write a checkpoint, and report it to the copies."""
         checkpoint = save(self.plan, update, keep=2)
         began_s = time.monotonic()
         self.copies.on_event(CheckpointSaved(update, str(checkpoint.path), ""))
@@ -100,7 +108,6 @@ class Session:
         return wait_until(lambda: self.fleet.held(host) == [update])
 
     def end(self, interrupted: bool = False) -> Dict[str, Any]:
-        """End the run; return the entry of its summary."""
         self.copies.on_event(RunEnded(0, interrupted, "", None))
         found: Dict[str, Any] = self.copies.summary()["checkpoint_copies"]
         self.close()
@@ -147,8 +154,6 @@ def test_the_newest_checkpoint_is_kept_on_so_many_hosts(session: Open) -> None:
 
 
 def fail_from(first: int) -> Fault:
-    """Return the fault of a host that is lost at a request."""
-
     def fault(number: int, request: Request) -> Optional[Request]:
         if number >= first:
             raise ConnectionError("the host is lost")
@@ -187,21 +192,23 @@ def test_a_host_that_keeps_failing_is_a_warning_and_is_tried_again_with_the_next
     assert run.is_held("b", 132)
     assert (run.end()["held"], len(run.warnings)) == (2, 2)
     assert "is not copied to host b" in run.warnings[0]
-    assert run.warnings[1] == (
-        "update-00000044 is on 1 of 2 hosts (--checkpoint-copies): no other host can keep a copy at the moment"
-    )
+    words = "update-00000044 is on 1 of 2 hosts (--checkpoint-copies): no other host can keep a copy at the moment"
+    assert run.warnings[1] == words
 
 
-def test_the_newest_checkpoint_wins_while_a_host_is_slow(session: Open) -> None:
-    run, released, arrived = session("b"), threading.Event(), threading.Event()
-
+def is_paused_in(method: str, arrived: threading.Event, released: threading.Event) -> Fault:
     def wait(number: int, request: Request) -> Request:
-        if request[0] == "commit":
+        if request[0] == method:
             arrived.set()
             assert released.wait(60)
         return request
 
-    run.fleet.faults["b"] = wait
+    return wait
+
+
+def test_the_newest_checkpoint_wins_while_a_host_is_slow(session: Open) -> None:
+    run, released, arrived = session("b"), threading.Event(), threading.Event()
+    run.fleet.faults["b"] = is_paused_in("commit", arrived, released)
     run.save(44)
     assert arrived.wait(60)
     for update in (88, 132, 176):  # retention removes the one that is being sent: its files are open
@@ -214,40 +221,30 @@ def test_the_newest_checkpoint_wins_while_a_host_is_slow(session: Open) -> None:
     assert (run.end()["held"], run.warnings) == (2, [])
 
 
-def test_a_checkpoint_that_is_removed_before_it_is_sent_is_passed_over(session: Open) -> None:
-    run = session("b")
+def test_a_checkpoint_that_is_removed_or_damaged_here_is_no_fault_of_the_other_host(session: Open) -> None:
+    run = session("b c")
     removed = save(run.plan, 44)
     files.remove_folder(removed.path)
     run.copies.on_event(CheckpointSaved(44, str(removed.path), ""))
     run.save(88)
     assert run.is_held("b", 88)
-    assert (run.end()["failed"], run.warnings) == (0, [])
-
-
-def test_a_checkpoint_that_is_damaged_here_is_no_fault_of_the_other_host(session: Open) -> None:
-    run = session("b c")
-    damaged = save(run.plan, 44)
+    assert (run.copies._failed, run.warnings) == (0, [])
+    damaged = save(run.plan, 132)
     weights = damaged.path / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    run.copies.on_event(CheckpointSaved(44, str(damaged.path), ""))
+    run.copies.on_event(CheckpointSaved(132, str(damaged.path), ""))
     assert wait_until(lambda: run.copies._failed == 1)
-    run.save(88)
-    assert run.is_held("b", 88)
+    run.save(176)
+    assert run.is_held("b", 176)
     assert run.end()["hosts"][1:] == ["b"]
     (warning,) = run.warnings
-    assert "update-00000044 is not copied to other hosts" in warning
+    assert "update-00000132 is not copied to other hosts" in warning
     assert "the SHA-256 of weights.safetensors does not match" in warning
 
 
 def test_the_end_of_the_run_waits_for_a_limited_time(session: Open) -> None:
     run, released = session("b", left_s=0.3), threading.Event()
-
-    def wait(number: int, request: Request) -> Request:
-        if request[0] == "commit":
-            assert released.wait(60)
-        return request
-
-    run.fleet.faults["b"] = wait
+    run.fleet.faults["b"] = is_paused_in("commit", threading.Event(), released)
     run.save(44)
     run.copies.on_event(RunEnded(44, False, "", None))
     released.set()
@@ -256,7 +253,7 @@ def test_the_end_of_the_run_waits_for_a_limited_time(session: Open) -> None:
     assert run.warnings == ["the last checkpoint is not copied to other hosts within 0 s"]
 
 
-def test_fewer_hosts_than_copies_are_a_warning(session: Open) -> None:
+def test_fewer_hosts_than_copies_are_a_warning_and_without_copies_nothing_is_started(session: Open) -> None:
     run = session("b", 3)
     run.save(44)
     assert run.is_held("b", 44)
@@ -264,6 +261,11 @@ def test_fewer_hosts_than_copies_are_a_warning(session: Open) -> None:
     first, second = run.warnings
     assert first.startswith("--checkpoint-copies 3: only 1 other host is alive, so there are fewer copies until")
     assert second.startswith("update-00000044 is on 2 of 3 hosts")
+    files.remove_folder(Path(run.plan.run_dir))
+    run = session("b", 1)
+    run.save(44)
+    assert (run.copies.summary(), run.fleet.servers) == ({}, [])
+    assert not Path(run.plan.run_dir, layout.COPIES).exists()
 
 
 def test_hosts_with_one_disk_count_as_one(session: Open) -> None:
@@ -271,9 +273,8 @@ def test_hosts_with_one_disk_count_as_one(session: Open) -> None:
     run.save(44)
     assert run.is_held("e", 44)
     assert run.end()["hosts"][1:] == ["d", "e"]
-    assert [each.partition(":")[0] for each in run.warnings] == [
-        f"host {host} keeps no copies of checkpoints" for host in ("b", "c")
-    ]
+    said = [each.partition(":")[0] for each in run.warnings]
+    assert said == [f"host {host} keeps no copies of checkpoints" for host in ("b", "c")]
     assert "is that of the coordinator's host" in run.warnings[0]
     assert not list(run.fleet.disk("b").rglob("*.host"))
 
@@ -288,14 +289,6 @@ def test_a_copy_that_a_host_has_already_is_not_sent_again(session: Open) -> None
     ((_, server),) = again.fleet.servers
     assert server.methods == ["open", "end", "close"]
     assert again.copies.summary()["checkpoint_copies"]["run_id"] == identity
-
-
-def test_without_copies_nothing_is_started(session: Open) -> None:
-    run = session("b", 1)
-    run.save(44)
-    assert run.copies.summary() == {}
-    assert run.fleet.servers == []
-    assert not Path(run.plan.run_dir, layout.COPIES).exists()
 
 
 @pytest.mark.parametrize(
@@ -349,3 +342,136 @@ def test_a_run_continues_from_a_copy_with_the_same_weights(make: Make, tmp_path:
     verdict = verify_data.verify(Path(plan.run_dir))
     assert verdict.is_proved
     assert any(line.startswith("proved: 14 updates") for line in verdict.lines)
+
+
+class OtherDisk(InlineFleet):
+    """Its instance has the run folder `there`, and sees no file of the coordinator."""
+
+    def __init__(self, plan: Plan, there: Path) -> None:
+        super().__init__(on_disk(plan, there))
+        self.servers: List[DirectServer] = []
+        self.fault: Fault = unchanged
+
+    def call(self, method: str, *arguments: Any) -> List[Any]:
+        sees_no_file = method == "has_file" or (method == "load_checkpoint" and len(arguments) == 3)
+        return [False] if sees_no_file else super().call(method, *arguments)
+
+    def serve(self, kind: Callable[..., Any], *arguments: Any) -> DirectServer:
+        self.servers.append(DirectServer(kind(*arguments), lambda number, request: self.fault(number, request)))
+        return self.servers[-1]
+
+
+def on_disk(plan: Plan, run_dir: Path) -> Plan:
+    return dataclasses.replace(plan, run_dir=str(run_dir))
+
+
+class MovesToOtherDisk(OtherDisk):
+    """The instance is lost after some updates, and replaced on a host with another disk."""
+
+    lost_after = 9
+
+    def __init__(self, plan: Plan, there: Path) -> None:
+        super().__init__(plan, Path(plan.run_dir))
+        self._there: Optional[Path] = there  # None once it has moved
+
+    def call(self, method: str, *arguments: Any) -> List[Any]:
+        return super().call(method, *arguments) if self._there is None else InlineFleet.call(self, method, *arguments)
+
+    def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        for report in super().run(segment, stop_requested):
+            yield report
+            if self._there is not None and report.first_update + 1 == self.lost_after:
+                raise FleetBroken((InstanceLost(0, "head", "died", "its process died", "", "", "0.log"),), "")
+
+    def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        assert self._there is not None
+        self._instance.finish_saves()
+        self._instance.close()
+        self._plan, self._there = on_disk(self._plan, self._there), None
+        environment = self._environment_before
+        self.start()
+        self._environment_before = environment
+        return {}
+
+
+def plan_for(make: Make, updates: int, **run: Any) -> Plan:
+    run = {"fleet": "inline", "device": "emulated", "checkpoint_every": "4 updates", "keep_checkpoints": 2, **run}
+    run["save_retry_s"] = 0
+    training = {"updates": updates, "model": "tiny", "lr_schedule": "constant", "evaluate_every": 2}
+    return make(training=training, pod={"num_instances": 1}, run=run)
+
+
+def ended(events: List[Event]) -> Any:
+    return only(events[-1:], RunEnded)
+
+
+def test_the_checkpoints_are_on_the_disk_of_the_coordinator(make: Make, tmp_path: Path) -> None:
+    plan = plan_for(make, 14)
+    checkpoints = checkpoints_folder(plan.run_dir)
+    here = events_of(plan, InlineFleet(plan))
+    checkpoints.rename(tmp_path / "expected")
+    fleet = OtherDisk(plan, tmp_path / "there")
+    events = events_of(plan, fleet)
+    assert contents(checkpoints) == contents(tmp_path / "expected")  # with retention, and accuracies added later
+    assert ended(events) == ended(here)
+    saved = of(events, CheckpointSaved)
+    assert saved == of(here, CheckpointSaved)
+    assert not checkpoints_folder(tmp_path / "there").exists()
+    assert len(fleet.servers) == 1
+
+
+def test_an_instance_that_moves_to_another_disk_has_no_checkpoint_there(make: Make, tmp_path: Path) -> None:
+    plan = plan_for(make, 14)
+    whole = ended(events_of(plan, InlineFleet(plan)))
+    shutil.rmtree(str(checkpoints_folder(plan.run_dir)))
+    fleet = MovesToOtherDisk(plan, tmp_path / "there")
+    events = events_of(plan, fleet)
+    (repaired,) = of(events, Repaired)
+    assert (repaired.seeded_from.rpartition("/")[2], repaired.update) == ("update-00000008", 8)
+    assert ended(events).weights_sha256 == whole.weights_sha256
+    valid, damaged = newest_valid(checkpoints_folder(plan.run_dir))
+    assert (valid and valid.update, damaged) == (14, [])
+    assert not (tmp_path / "there" / "checkpoints").exists()
+    assert [set(server.methods) for server in fleet.servers] == [{"read"}, {"begin", "write", "commit"}]
+
+
+def test_a_run_resumes_from_the_disk_of_the_coordinator(make: Make, tmp_path: Path) -> None:
+    whole = ended(events_of(plan_for(make, 14), InlineFleet(plan_for(make, 14))))
+    shutil.rmtree(str(tmp_path / "run"))
+    events_of(plan_for(make, 6), OtherDisk(plan_for(make, 6), tmp_path / "there"))
+    resumed, _ = newest_valid(checkpoints_folder(tmp_path / "run"))
+    plan = plan_for(make, 14)
+    fleet = OtherDisk(plan, tmp_path / "another")
+    events = events_of(plan, fleet, resumed=resumed)
+    assert (updates_of(events), ended(events).weights_sha256) == (list(range(7, 15)), whole.weights_sha256)
+    assert set(fleet.servers[0].methods) == {"read"}
+
+
+def test_a_failure_to_send_is_a_warning_while_an_older_checkpoint_exists(make: Make, tmp_path: Path) -> None:
+    plan = plan_for(make, 40)
+    fleet = OtherDisk(plan, tmp_path / "there")
+    events: List[Event] = []
+    for event in coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)):
+        events.append(event)
+        if isinstance(event, CheckpointSaved) and event.update == 4:
+            fleet.fault = lambda number, request: None if request[0] == "write" else request
+        elif isinstance(event, CheckpointFailed):
+            fleet.fault = unchanged
+    failed = of(events, CheckpointFailed)
+    assert "differ from those that were sent" in failed[0].cause
+    saved = [event.path for event in events[: events.index(failed[0])] if isinstance(event, CheckpointSaved)]
+    assert (failed[0].previous, ended(events).updates) == (saved[-1], 40)
+
+
+def test_a_first_checkpoint_that_cannot_be_sent_or_written_ends_the_run(make: Make, tmp_path: Path) -> None:
+    plan = plan_for(make, 6)
+    fleet = OtherDisk(plan, tmp_path / "there")
+    fleet.fault = lambda number, request: None if request[0] == "write" else request
+    with pytest.raises(CheckpointNotSaved, match="there is no earlier checkpoint"):
+        events_of(plan, fleet)
+    checkpoints = checkpoints_folder(plan.run_dir)
+    assert newest_valid(checkpoints) == (None, [])
+    files.remove_folder(checkpoints)
+    checkpoints.touch()
+    with pytest.raises(CheckpointNotSaved, match="cannot write the checkpoint .*update-00000004"):
+        events_of(plan, InlineFleet(plan))

@@ -11,15 +11,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import pytest
 import torch
 
-from raypod.errors import (
-    CheckpointNotSaved,
-    ClusterError,
-    HostLost,
-    InstanceFailed,
-    LossNotFinite,
-    PodTooSmall,
-    Preempted,
-)
+from raypod import errors
 from raypod.events import (
     CallReport,
     CheckpointSaved,
@@ -56,13 +48,7 @@ HOSTS = "abcd"
 WEIGHTS = {"weight": torch.zeros(2)}
 
 
-def plan_on(
-    folder: Path,
-    updates: int = 40,
-    training: Optional[Dict[str, Any]] = None,
-    run: Optional[Dict[str, Any]] = None,
-    **pod: Any,
-) -> Plan:
+def plan_on(folder: Path, updates: int = 40, training: Any = None, run: Any = None, **pod: Any) -> Plan:
     """8 replicas on 4 hosts with one instance each, and a checkpoint every 10 updates."""
     cluster = Cluster("pod", tuple(Host(name, name) for name in HOSTS))
     pod = {"replicas": 8, "num_instances": 4, "elastic": True, **pod}
@@ -118,7 +104,7 @@ class Pod(ScriptedFleet):
 
     def repair(self, instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
         assert not may_share_hosts
-        raise HostLost(self.hosts()[instances[0]], instances, "no other host responds", "the log")
+        raise errors.HostLost(self.hosts()[instances[0]], instances, "no other host responds", "the log")
 
     def release(self, survivors: Sequence[int]) -> Dict[int, int]:
         return dict.fromkeys(survivors, self.position)
@@ -154,13 +140,17 @@ class Pod(ScriptedFleet):
         return not instances
 
 
-def recorded(plan: Plan, fleet: ScriptedFleet, stop: Optional[Stop] = None) -> List[Event]:
-    found = []
+def recorded(fleet: ScriptedFleet, stop: Optional[Stop] = None) -> List[Event]:
+    found, plan = [], fleet._plan
     with Sinks(plan) as sinks:
         for event in coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0), stop=stop):
             sinks.on_event(event)
             found.append(event)
     return found
+
+
+def newest_update(fleet: ScriptedFleet) -> int:
+    return storage.list_checkpoints(storage.checkpoints_folder(fleet._plan.run_dir))[0][0].update
 
 
 def changes(events: List[Event]) -> List[Tuple[int, int, int, str]]:
@@ -169,44 +159,33 @@ def changes(events: List[Event]) -> List[Tuple[int, int, int, str]]:
 
 
 def test_the_run_continues_after_the_update_of_a_survivor_and_grows_at_the_next_checkpoint(tmp_path: Path) -> None:
-    plan = plan_on(tmp_path)
-    fleet = Pod(plan)
+    fleet = Pod(plan_on(tmp_path))
     fleet.returns_at, fleet.waits_only_for_lost_hosts = {21: "d"}, True
-    events = recorded(plan, fleet)
+    events = recorded(fleet)
     assert changes(events) == [(13, 4, 2, "ab"), (30, 8, 1, "abcd")]
     assert updates_of(events) == list(range(1, 41))
-    assert [event.update for event in of(events, CheckpointSaved)] == [13, 30, 40]
-    assert fleet.saved_on == [0]
-    repairs = of(events, Repaired)
-    assert [(each.update, each.generation, each.restarts, len(each.lost)) for each in repairs] == [
-        (13, 2, 1, 2),
-        (30, 3, 1, 4),
-    ]
-    assert only(events, RunEnded).resizes == (
-        {"update": 13, "replicas": 4, "gradient_accumulation": 2},
-        {"update": 30, "replicas": 8, "gradient_accumulation": 1},
-    )
+    assert ([event.update for event in of(events, CheckpointSaved)], fleet.saved_on) == ([13, 30, 40], [0])
+    repairs = [(each.update, each.generation, each.restarts, len(each.lost)) for each in of(events, Repaired)]
+    assert repairs == [(13, 2, 1, 2), (30, 3, 1, 4)]
+    sizes = [(each["update"], each["replicas"], each["gradient_accumulation"]) for each in events[-1].resizes]
+    assert (sizes, only(events, RunEnded)) == ([(13, 4, 2), (30, 8, 1)], events[-1])
 
 
 def test_a_state_that_no_disk_takes_before_the_first_checkpoint_ends_the_run(tmp_path: Path) -> None:
-    plan = plan_on(tmp_path)
-
     class Full(Pod):
         def _written(self, manifest: Any) -> SaveReport:
             if manifest.update != 5:  # a run that began again would complete
                 return super()._written(manifest)
             return SaveReport(5, "update-5", "", "no space", can_pass=True)
 
-    fleet = Full(plan)
+    fleet = Full(plan_on(tmp_path))
     fleet.fails_at = {5: (3,)}
-    with pytest.raises(CheckpointNotSaved, match="update-5.*no space.*there is no earlier checkpoint"):
-        recorded(plan, fleet)
+    with pytest.raises(errors.CheckpointNotSaved, match="update-5.*no space.*there is no earlier checkpoint"):
+        recorded(fleet)
     assert fleet.saved_on == [0]
 
 
-@pytest.mark.parametrize(
-    ("code", "other"), [("sources", "b"), ("versions", (("torch", "2.0.1"),))], ids=["files", "torch"]
-)
+@pytest.mark.parametrize(("code", "other"), [("sources", "b"), ("versions", (("torch", "2.0.1"),))])
 def test_a_returned_host_with_other_code_is_skipped(tmp_path: Path, code: str, other: Any) -> None:
     class OtherFiles(Pod):
         def started(self) -> List[InstanceStarted]:
@@ -214,10 +193,9 @@ def test_a_returned_host_with_other_code_is_skipped(tmp_path: Path, code: str, o
             changed = {"d": {code: other}} if has_returned else {}
             return [dataclasses.replace(each, **changed.get(each.host, {})) for each in super().started()]
 
-    plan = plan_on(tmp_path)
-    fleet = OtherFiles(plan)
+    fleet = OtherFiles(plan_on(tmp_path))
     fleet.returns_at = {17: "d"}
-    events = recorded(plan, fleet)
+    events = recorded(fleet)
     (warning,) = of(events, InstanceWarned)
     assert warning.text.startswith("host d is skipped: raypod's files or torch there differ from the run's; `raypod up")
     assert changes(events)[-1][3] == "ab"  # 8 replicas do not divide by three hosts
@@ -225,22 +203,17 @@ def test_a_returned_host_with_other_code_is_skipped(tmp_path: Path, code: str, o
 
 
 def test_a_host_that_returns_in_time_leaves_the_bits_as_they_are(tmp_path: Path) -> None:
-    plan = plan_on(tmp_path, wait_hosts=60)
-
     class Returns(Pod):
-        def wait_for_room(
-            self, is_enough: Callable[[List[Room]], bool], stop_requested: Callable[[], bool]
-        ) -> List[Room]:
+        def wait_for_room(self, is_enough: Any, stop_requested: Callable[[], bool]) -> List[Room]:
             assert not is_enough(self.room())
             assert not stop_requested()
             self.there.append("d")
             assert is_enough(self.room())
             return self.room()
 
-    events = recorded(plan, Returns(plan))
-    assert not changes(events)
+    events = recorded(Returns(plan_on(tmp_path, wait_hosts=60)))
+    assert (changes(events), updates_of(events)) == ([], list(range(1, 41)))
     assert [(each.update, each.restarts) for each in of(events, Repaired)] == [(13, 1)]
-    assert updates_of(events) == list(range(1, 41))
     assert of(events, RunEnded)[0].resizes == ()
 
 
@@ -253,30 +226,18 @@ class Fixed(Pod):
         return {0: self.position} if self.has_spare else super().repair(instances, False)
 
 
-def test_without_elastic_the_run_ends(tmp_path: Path) -> None:
-    plan = plan_on(tmp_path, elastic=False)
-    with pytest.raises(HostLost, match="host d is lost, with instance 3: no other host responds"):
-        recorded(plan, Fixed(plan))
-
-
-def test_an_instance_that_another_host_takes_changes_no_size(tmp_path: Path) -> None:
-    plan = plan_on(tmp_path)
-    fleet = Fixed(plan)
+def test_an_instance_that_another_host_takes_changes_no_size_and_without_elastic_the_run_ends(tmp_path: Path) -> None:
+    fleet = Fixed(plan_on(tmp_path))
     fleet.has_spare = True
-    events = recorded(plan, fleet)
+    events = recorded(fleet)
     assert (changes(events), updates_of(events)) == ([], list(range(1, 41)))
     assert only(events, Repaired).update == 13
+    with pytest.raises(errors.HostLost, match="host d is lost, with instance 3: no other host responds"):
+        recorded(Fixed(plan_on(tmp_path / "other", elastic=False)))
 
 
-@pytest.mark.parametrize(
-    ("action", "resets"),
-    [("IPU_RESET", ["IPU_RESET on b"]), ("PARTITION_RESET", ["PARTITION_RESET on a"])],
-)
-def test_devices_that_have_failed_are_reset_on_the_hosts_that_are_left(
-    action: str, resets: List[str], tmp_path: Path
-) -> None:
-    plan = plan_on(tmp_path, run={"reset_command": "reset it"})
-
+@pytest.mark.parametrize(("action", "host"), [("IPU_RESET", "b"), ("PARTITION_RESET", "a")])
+def test_failed_devices_are_reset_on_the_hosts_that_are_left(action: str, host: str, tmp_path: Path) -> None:
     class Failed(Pod):
         """The devices of the hosts b and c fail as d is lost."""
 
@@ -296,32 +257,27 @@ def test_devices_that_have_failed_are_reset_on_the_hosts_that_are_left(
             self.called += [f"{arguments[1]} on {self.hosts()[each]}" for each in instances]
             return dict.fromkeys(instances, "")
 
-    fleet = Failed(plan)
-    events = recorded(plan, fleet)
+    fleet = Failed(plan_on(tmp_path, run={"reset_command": "reset it"}))
+    events = recorded(fleet)
     assert changes(events) == [(13, 4, 2, "ab")]
-    assert only(events, Repaired).reset_on == tuple(each[-1] for each in resets)
+    assert only(events, Repaired).reset_on == (host,)
     done = [each for each in fleet.called if "RESET" in each or each == "seed_weights"]
-    assert done == ["seed_weights", *resets, "seed_weights"]
+    assert done == ["seed_weights", f"{action} on {host}", "seed_weights"]
 
 
 def test_an_instance_that_is_lost_while_it_saves_is_replaced_by_another_survivor(tmp_path: Path) -> None:
-    plan = plan_on(tmp_path)
-    fleet = Pod(plan)
+    fleet = Pod(plan_on(tmp_path))
     fleet.broken_saves = [lost_on(0)]
-    events = recorded(plan, fleet)
-    assert fleet.saved_on == [1]
-    assert [event.instance for event in of(events, InstanceLost)] == [3, 0]
+    events = recorded(fleet)
+    assert (fleet.saved_on, [event.instance for event in of(events, InstanceLost)]) == ([1], [3, 0])
     assert updates_of(events) == list(range(1, 41))
 
 
 def test_without_a_survivor_the_newest_checkpoint_counts(tmp_path: Path) -> None:
-    plan = plan_on(tmp_path)
-    fleet = Pod(plan)
-    fleet.fails_at = {13: (0, 1, 2, 3)}
-    fleet.room = lambda: [Room("a", 2)]  # type: ignore[method-assign]
-    events = recorded(plan, fleet)
-    assert changes(events) == [(10, 2, 4, "a")]
-    assert fleet.saved_on == []
+    fleet = Pod(plan_on(tmp_path))
+    fleet.fails_at, fleet.room = {13: (0, 1, 2, 3)}, lambda: [Room("a", 2)]  # type: ignore[method-assign]
+    events = recorded(fleet)
+    assert (changes(events), fleet.saved_on) == ([(10, 2, 4, "a")], [])
     assert updates_of(events) == [*range(1, 14), *range(11, 41)], "other replicas have other bits"
 
 
@@ -356,15 +312,14 @@ class Changed(Pod):
 def test_nothing_remains_of_weights_that_no_instance_and_no_checkpoint_has(tmp_path: Path) -> None:
     plan = plan_on(tmp_path, training={"batch_size": 16, "evaluate_every": 1})
     assert plan.updates_per_epoch == 11
-    events = recorded(plan, Changed(plan))
+    events = recorded(Changed(plan))
     assert [each.update for each in of(events, Repaired)] == [20]
     folder = Path(plan.run_dir)
     lines = run_folder.measured(UpdateDone, folder / "metrics.jsonl")
     assert [each.update for each in lines] == list(range(1, 41))
     assert [each.loss for each in lines] == [0.5] * 20 + [7.0] * 20
-    evaluations = run_folder.measured(EvaluationDone, folder / "evaluations.jsonl")
-    tested = [(each.update, each.metrics["loss"]) for each in evaluations]
-    assert tested == [(11, 0.5), (22, 7.0), (33, 7.0), (40, 7.0)]
+    tested = run_folder.measured(EvaluationDone, folder / "evaluations.jsonl")
+    assert [(each.update, each.metrics["loss"]) for each in tested] == [(11, 0.5), (22, 7.0), (33, 7.0), (40, 7.0)]
     found, _ = storage.list_checkpoints(folder / "checkpoints")
     known = {each.update: each.manifest.tested.get("loss") for each in found}
     assert known[40] == 7.0
@@ -373,72 +328,58 @@ def test_nothing_remains_of_weights_that_no_instance_and_no_checkpoint_has(tmp_p
 
 
 def test_a_loss_that_is_not_finite_in_repeated_updates_ends_the_run(tmp_path: Path) -> None:
-    plan = plan_on(tmp_path)
-    fleet = Changed(plan)
+    fleet = Changed(plan_on(tmp_path))
     fleet.fails_at, fleet.loss_on_one_host, fleet.damaged = {13: (0, 1, 2, 3)}, math.nan, ()
-    with pytest.raises(LossNotFinite, match="update 11"):
-        recorded(plan, fleet)
+    with pytest.raises(errors.LossNotFinite, match="update 11"):
+        recorded(fleet)
 
 
-@pytest.mark.parametrize("error", [lost_on(1), ClusterError("the Ray node of b has ended"), FleetBroken((), "refused")])
-def test_a_failure_while_the_instances_start_is_another_restart(tmp_path: Path, error: Exception) -> None:
-    plan = plan_on(tmp_path, min_hosts=1)
-    fleet = Pod(plan)
+@pytest.mark.parametrize(
+    "error", [lost_on(1), errors.ClusterError("the Ray node of b has ended"), FleetBroken((), "refused")]
+)
+def test_a_failed_start_is_a_restart_and_too_many_of_them_end_the_run(tmp_path: Path, error: Exception) -> None:
+    fleet = Pod(plan_on(tmp_path, min_hosts=1))
     fleet.broken_resizes = [error]
-    events = recorded(plan, fleet)
-    assert changes(events) == [(13, 4, 2, "ab")]
-    assert [each.restarts for each in of(events, Repaired)] == [2]
-
-
-def test_failures_of_every_start_end_the_run(tmp_path: Path) -> None:
-    plan = plan_on(tmp_path)
-    fleet = Pod(plan)
+    events = recorded(fleet)
+    assert (changes(events), [each.restarts for each in of(events, Repaired)]) == ([(13, 4, 2, "ab")], [2])
+    fleet = Pod(plan_on(tmp_path / "other"))
     fleet.broken_resizes = [lost_on(1)] * 4
-    with pytest.raises(InstanceFailed, match="limit --max-restarts 3 is reached"):
-        recorded(plan, fleet)
+    with pytest.raises(errors.InstanceFailed, match="limit --max-restarts 3 is reached"):
+        recorded(fleet)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_too_few_hosts_end_the_run_with_one_line_and_a_checkpoint(tmp_path: Path, is_stopped: bool) -> None:
-    plan = plan_on(tmp_path, min_hosts=3)
-    fleet = Pod(plan)
+    fleet = Pod(plan_on(tmp_path, min_hosts=3))
     fleet.wait_stops = signal.SIGTERM if is_stopped else 0
-    expected = KeyboardInterrupt if is_stopped else HostLost
-    with pytest.raises(expected) as caught:
-        recorded(plan, fleet)
-    if not is_stopped:
-        message = (
-            "host d is lost, with instance 3: no power of two of replicas can continue on the hosts that respond: "
-        )
-        assert str(caught.value).startswith(f"{message}a (2), b (2), c (2); --min-hosts 3: a plan of 4 replicas uses 2")
-        assert "\n" not in str(caught.value)
-    found, _ = storage.list_checkpoints(storage.checkpoints_folder(plan.run_dir))
-    assert found[0].update == 13
+    with pytest.raises(KeyboardInterrupt if is_stopped else errors.HostLost) as caught:
+        recorded(fleet)
+    message = "host d is lost, with instance 3: no power of two of replicas can continue on the hosts that respond: "
+    message += "a (2), b (2), c (2); --min-hosts 3: a plan of 4 replicas uses 2"
+    assert is_stopped or (str(caught.value).startswith(message) and "\n" not in str(caught.value))
+    assert newest_update(fleet) == 13
 
 
 @pytest.mark.parametrize("grace_s", [None, 60.0])
-def test_a_preemption_while_a_lost_host_is_awaited_leaves_its_state_in_a_checkpoint(
-    tmp_path: Path, grace_s: Optional[float]
-) -> None:
-    plan, stop = plan_on(tmp_path), Stop()
-    fleet = Pod(plan)
+def test_a_preemption_while_a_host_is_awaited_leaves_a_checkpoint(tmp_path: Path, grace_s: Optional[float]) -> None:
+    fleet, stop = Pod(plan_on(tmp_path)), Stop()
     fleet.wait_stops, stop.grace_s = signal.SIGUSR1, grace_s
-    events: List[Event] = []
     if grace_s is not None:  # no time to start instances that would only end
-        with pytest.raises(Preempted, match="the checkpoint of update 13 is written; the same command continues from"):
-            events += recorded(plan, fleet, stop)
+        with pytest.raises(
+            errors.Preempted, match="the checkpoint of update 13 is written; the same command continues"
+        ):
+            recorded(fleet, stop)
     else:
-        events = recorded(plan, fleet, stop)
+        events = recorded(fleet, stop)
         assert changes(events) == [(13, 4, 2, "ab")]
         assert of(events, RunEnded)[0].preempted
-    found, _ = storage.list_checkpoints(storage.checkpoints_folder(plan.run_dir))
-    assert found[0].update == 13
+    assert newest_update(fleet) == 13
 
 
 def test_a_host_that_is_drained_is_left(tmp_path: Path) -> None:
-    plan = plan_on(tmp_path)
-
     class Drained(Pod):
+        drains = False
+
         def draining(self) -> List[str]:
             return ["b"] if "b" in self.hosts() and self.drains else []
 
@@ -450,38 +391,27 @@ def test_a_host_that_is_drained_is_left(tmp_path: Path) -> None:
         def room(self) -> List[Room]:
             return [each for each in super().room() if each.host != "b" or not self.drains]
 
-        drains = False
-
-    fleet = Drained(plan)
+    fleet = Drained(plan_on(tmp_path))
     fleet.fails_at = {}
-    events = recorded(plan, fleet)
-    (change,) = changes(events)
-    assert change == (15, 4, 2, "ac")
-    assert of(events, Resized)[0].cause == "Ray drains host b"
-    assert [each.restarts for each in of(events, Repaired)] == [0]
-    assert updates_of(events) == list(range(1, 41))
+    events = recorded(fleet)
+    assert (changes(events), of(events, Resized)[0].cause) == ([(15, 4, 2, "ac")], "Ray drains host b")
+    assert ([each.restarts for each in of(events, Repaired)], updates_of(events)) == ([0], list(range(1, 41)))
 
 
 class Late(Pod):
-    """Only some hosts have joined the cluster when the run starts."""
-
     def start(self) -> List[InstanceStarted]:
-        raise PodTooSmall("pod: no Ray node is alive on c, d")
+        raise errors.PodTooSmall("pod: no Ray node is alive on c, d")
 
 
 def test_a_run_starts_on_the_hosts_that_have_joined(tmp_path: Path) -> None:
-    plan = plan_on(tmp_path)
-    fleet = Late(plan)
+    fleet = Late(plan_on(tmp_path))
     fleet.there, fleet.fails_at, fleet.returns_at = ["a", "b"], {}, {11: "c", 21: "d"}
-    events = recorded(plan, fleet)
-    assert isinstance(events[0], Resized)
-    assert events[0].cause == "pod: no Ray node is alive on c, d"
+    events = recorded(fleet)
+    assert of(events[:1], Resized)[0].cause == "pod: no Ray node is alive on c, d"
     assert changes(events) == [(0, 4, 2, "ab"), (30, 8, 1, "abcd")]
     assert updates_of(events) == list(range(1, 41))
-    notes = verify_data.verify(Path(plan.run_dir)).lines  # a scripted fleet reports no digests
-    assert any(
-        "generation 2 began after update 30: 0 superseded; 8 replicas x accumulation 1" in note for note in notes
-    )
+    note = "generation 2 began after update 30: 0 superseded; 8 replicas x accumulation 1"
+    assert note in "\n".join(verify_data.verify(tmp_path / "run").lines)  # a scripted fleet reports no digests
 
 
 class Forgetful(Pod):
@@ -490,32 +420,26 @@ class Forgetful(Pod):
     has_spare = True
 
     def repair(self, instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-        return (
-            {} if self.has_spare and len(instances) == len(self.hosts()) else super().repair(instances, may_share_hosts)
-        )
+        if self.has_spare and len(instances) == len(self.hosts()):
+            return {}
+        return super().repair(instances, may_share_hosts)
 
 
 @pytest.mark.parametrize("has_spare", [True, False])
-def test_the_record_of_the_replicas_stays_if_all_are_lost_before_the_first_checkpoint(
-    tmp_path: Path, has_spare: bool
-) -> None:
+def test_the_record_stays_if_all_are_lost_before_the_first_checkpoint(tmp_path: Path, has_spare: bool) -> None:
     class Pods(Forgetful, Late):
         def room(self) -> List[Room]:
             return [Room("a", 2), Room("b", 2)]
 
-    plan = plan_on(tmp_path)
-    fleet = Pods(plan)
+    fleet = Pods(plan_on(tmp_path))
     fleet.fails_at, fleet.has_spare = {3: (0, 1)}, has_spare
-    events = recorded(plan, fleet)
-    assert changes(events) == [(0, 4, 2, "ab")]
-    assert [each.update for each in of(events, Repaired)] == [0]
+    events = recorded(fleet)
+    assert (changes(events), [each.update for each in of(events, Repaired)]) == ([(0, 4, 2, "ab")], [0])
     assert only(events, RunEnded).resizes == ({"update": 0, "replicas": 4, "gradient_accumulation": 2},)
 
 
 @pytest.mark.parametrize("has_grown", [False, True])
-def test_a_rollback_before_a_change_of_the_replicas_records_it_where_training_continues(
-    tmp_path: Path, has_grown: bool
-) -> None:
+def test_a_rollback_before_a_change_is_recorded_where_training_continues(tmp_path: Path, has_grown: bool) -> None:
     class Damages(Forgetful):
         def repair(self, instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
             if len(instances) == len(self.hosts()):
@@ -523,11 +447,11 @@ def test_a_rollback_before_a_change_of_the_replicas_records_it_where_training_co
                     (storage.checkpoint_path(checkpoints, update) / "weights.safetensors").write_bytes(b"")
             return super().repair(instances, may_share_hosts)
 
-    plan = plan_on(tmp_path)
-    checkpoints, fleet = storage.checkpoints_folder(plan.run_dir), Damages(plan)
+    fleet = Damages(plan_on(tmp_path))
+    checkpoints = storage.checkpoints_folder(fleet._plan.run_dir)
     fleet.fails_at = {13: (3,), 24: (0, 1, 2, 3) if has_grown else (0, 1)}
     fleet.returns_at = {16: "d"} if has_grown else {}
-    events = recorded(plan, fleet)
+    events = recorded(fleet)
     assert changes(events) == [(13, 4, 2, "ab"), *([(20, 8, 1, "abcd")] if has_grown else [])]
     assert [each.update for each in of(events, Repaired)][-1] == 10
     expected = () if has_grown else ({"update": 10, "replicas": 4, "gradient_accumulation": 2},)
@@ -536,8 +460,7 @@ def test_a_rollback_before_a_change_of_the_replicas_records_it_where_training_co
 
 @pytest.mark.parametrize("pod", [{"elastic": False}, {"min_hosts": 3}])
 def test_a_run_without_enough_hosts_does_not_start(tmp_path: Path, pod: Dict[str, Any]) -> None:
-    plan = plan_on(tmp_path, **pod)
-    fleet = Late(plan)
+    fleet = Late(plan_on(tmp_path, **pod))
     fleet.there = ["a", "b"]
-    with pytest.raises(ClusterError, match="no Ray node is alive on c, d"):
-        recorded(plan, fleet)
+    with pytest.raises(errors.ClusterError, match="no Ray node is alive on c, d"):
+        recorded(fleet)

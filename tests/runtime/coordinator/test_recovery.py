@@ -44,9 +44,7 @@ Make = Callable[..., Plan]
     ("device", "losses", "replaced"),
     [("emulated", [lost(2), lost(0)], (0, 2)), ("ipu", [lost(1)], (1,)), ("ipu", [], ())],
 )
-def test_lost_instances_are_replaced_in_order_and_those_without_connections_are_not(
-    device: str, losses: List[InstanceLost], replaced: Tuple[int, ...]
-) -> None:
+def test_the_lost_are_replaced_in_order(device: str, losses: List[InstanceLost], replaced: Tuple[int, ...]) -> None:
     decision = FailurePolicy(device, 1).decide(broken(*losses), 10, 0.0)
     assert (decision.replace, decision.may_share_hosts, decision.error) == (replaced, device == "emulated", None)
 
@@ -60,11 +58,8 @@ def test_the_error_after_the_last_restart_names_the_first_cause() -> None:
     assert (error.instance, error.host, policy.restarts) == (2, "h2", 2)
     assert str(error).startswith("instance 2 on host h2 failed: silent for 16 s (not repaired: the limit --max-res")
     assert "the first failure was: instance 0 on host h0 failed" in str(error)
-
-
-def test_without_restarts_the_error_is_the_cause_alone() -> None:
-    error = FailurePolicy("emulated", 0).decide(broken(lost(1)), 5, 0.0).error
-    assert str(error) == "instance 1 on host h1 failed: its process died; its log: instance-1.log"
+    alone = FailurePolicy("emulated", 0).decide(broken(lost(1)), 5, 0.0).error
+    assert str(alone) == "instance 1 on host h1 failed: its process died; its log: instance-1.log"
     assert "lost their connections" in str(FailurePolicy("emulated", 0).decide(broken(), 5, 0.0).error)
 
 
@@ -117,22 +112,13 @@ def device_failure(instance: int, action: str, host: str = "") -> InstanceLost:
     ("losses", "resets"),
     [
         ([device_failure(2, "PARTITION_RESET"), device_failure(1, "IPU_RESET")], [2]),
-        (
-            [
-                device_failure(3, "IPU_RESET", "a"),
-                device_failure(1, "IPU_RESET", "b"),
-                device_failure(2, "IPU_RESET", "a"),
-            ],
-            [1, 3],
-        ),
+        ([device_failure(index, "IPU_RESET", host) for index, host in ((3, "a"), (1, "b"), (2, "a"))], [1, 3]),
         ([device_failure(1, "LINK_RESET"), device_failure(2, "FULL_RESET")], [2]),
         ([lost(0), device_failure(1, ""), lost(2)], []),
         ([device_failure(1, "UNRECOVERABLE"), device_failure(2, "IPU_RESET")], None),
     ],
 )
-def test_a_reset_command_is_due_once_per_host_or_partition(
-    losses: List[InstanceLost], resets: Optional[List[int]]
-) -> None:
+def test_a_reset_is_due_once_per_host_or_partition(losses: List[InstanceLost], resets: Optional[List[int]]) -> None:
     decision = FailurePolicy("ipu", 3, can_reset=True).decide(broken(*losses), 7, 0.0)
     assert (decision.error is not None) is (resets is None)
     assert [loss.instance for loss in decision.resets] == (resets or [])
@@ -157,9 +143,7 @@ def test_without_a_reset_command_the_last_restart_names_it() -> None:
         ({}, None, []),
     ],
 )
-def test_the_newest_survivor_sends_its_state_to_the_others(
-    positions: Dict[int, int], root: Optional[int], receiving: List[int]
-) -> None:
+def test_the_newest_survivor_is_the_root(positions: Dict[int, int], root: Optional[int], receiving: List[int]) -> None:
     assert newest(positions) == root
     assert root is None or receivers(positions, root, 4) == receiving
 
@@ -172,35 +156,34 @@ def plan_of(make: Make, updates: int = 4, instances: int = 2, **run: Any) -> Pla
     return make(training={"updates": updates}, pod=pod, run={"checkpoint_every": "9 updates", **run})
 
 
-def test_a_checkpoint_that_is_lost_with_its_writer_is_written_again(make: Make) -> None:
+@pytest.mark.parametrize(("lost_one", "saves", "seeded_from"), [(0, 2, "instance 2"), (1, 1, "instance 0")])
+def test_only_a_lost_checkpoint_is_written_again(make: Make, lost_one: int, saves: int, seeded_from: str) -> None:
     plan = plan_of(make, instances=4)
-    fleet = Breaks(plan, in_call={"finish_saves": broken(lost(0))}, repairs=[broken(lost(1)), {2: 4, 3: 4}])
+    repairs: List[Any] = [{0: 4}] if lost_one else [broken(lost(1)), {2: 4, 3: 4}]
+    fleet = Breaks(plan, in_call={"finish_saves": broken(lost(lost_one))}, repairs=repairs)
     events = events_of(plan, fleet)
-    assert fleet.repaired == [(0,), (1,)]
-    assert fleet.called.count("save") == 2
+    assert fleet.repaired == [(1,)] if lost_one else [(0,), (1,)]
+    assert fleet.called.count("save") == saves
     repaired = only(events, Repaired)
-    assert (repaired.lost, repaired.seeded_from, repaired.update) == ((0, 1), "instance 2", 4)
-    assert only(events, RunEnded).checkpoint == "update-4"
-
-
-def test_the_report_of_a_checkpoint_is_kept_if_another_instance_is_lost(make: Make) -> None:
-    plan = plan_of(make)
-    fleet = Breaks(plan, in_call={"finish_saves": broken(lost(1))}, repairs=[{0: 4}])
-    events = events_of(plan, fleet)
-    assert fleet.called.count("save") == 1
+    assert (repaired.lost, repaired.seeded_from, repaired.update) == ((1,) if lost_one else (0, 1), seeded_from, 4)
     assert [event.update for event in of(events, CheckpointSaved)] == [4]
     assert only(events, RunEnded).checkpoint == "update-4"
 
 
-def test_a_run_that_loses_all_instances_at_its_end_trains_again(make: Make) -> None:
+def test_a_run_that_loses_all_at_its_end_trains_again_but_not_over_checkpoints_that_cannot_be_read(make: Make) -> None:
     plan = plan_of(make)
     fleet = Breaks(plan, in_call={"finish_saves": broken(lost(0))}, repairs=[{}])
     events = events_of(plan, fleet)
     repaired, ended = only(events, Repaired), only(events, RunEnded)
     assert (repaired.seeded_from, repaired.update) == ("the beginning", 0)
-    assert fleet.called.count("save") == 2
-    assert fleet.called[-2:] == ["finish_saves", "evaluate"]
+    assert (fleet.called.count("save"), fleet.called[-2:]) == (2, ["finish_saves", "evaluate"])
     assert (ended.updates, ended.checkpoint, events[-1]) == (4, "update-4", ended)
+    plan = plan_of(make)
+    flip_a_bit(save(plan, 2).path / "weights.safetensors")
+    fleet = Breaks(plan, {(3, 0): broken(lost(0), lost(1))}, repairs=[{}])
+    with pytest.raises(CheckpointDamaged, match="no checkpoint that can be read: .*update-00000002 is damaged"):
+        events_of(plan, fleet)
+    assert fleet.called.count("seed_weights") == 1
 
 
 class Loads(Breaks):
@@ -220,12 +203,10 @@ def test_a_run_that_went_back_never_continues_from_the_later_checkpoints(make: M
     back, *_ = [save(plan, update) for update in (5, 10, 15)]
     fleet = Loads(plan, {(7, 0): broken(lost(0), lost(1))}, repairs=[{}])
     events = events_of(plan, fleet, resumed=back)
-    assert only(events, Repaired).update == 5
-    assert updates_of(events) == list(range(6, 21))
+    assert (only(events, Repaired).update, updates_of(events)) == (5, list(range(6, 21)))
     checkpoints = storage.checkpoints_folder(plan.run_dir)
     newest, damaged = newest_valid(checkpoints)
-    assert newest is not None
-    assert (newest.age, damaged) == ((2, 5), [])
+    assert (newest and newest.age, damaged) == ((2, 5), [])
     assert storage.latest_name(Path(plan.run_dir)) == "update-00000005"
 
 
@@ -241,28 +222,8 @@ def test_a_run_that_went_back_past_a_damaged_checkpoint_does_not_continue_from_i
     assert newest_valid(storage.checkpoints_folder(plan.run_dir))[0].update == 5  # type: ignore[union-attr]
 
 
-def test_a_run_that_loses_all_instances_does_not_start_again_over_checkpoints_that_cannot_be_read(make: Make) -> None:
-    plan = plan_of(make)
-    flip_a_bit(save(plan, 2).path / "weights.safetensors")
-    fleet = Breaks(plan, {(3, 0): broken(lost(0), lost(1))}, repairs=[{}])
-    with pytest.raises(CheckpointDamaged, match="no checkpoint that can be read: .*update-00000002 is damaged"):
-        events_of(plan, fleet)
-    assert fleet.called.count("seed_weights") == 1
-
-
-def test_a_run_without_restarts_left_ends_with_its_first_failure(make: Make) -> None:
-    plan = plan_of(make, max_restarts=1)
-    fleet = Breaks(plan, {(1, 0): broken(lost(1)), (2, 0): broken(lost(0))}, repairs=[{0: 1}])
-    first = "--max-restarts 1 is reached; the first failure was: instance 1"
-    with pytest.raises(InstanceFailed, match=first) as caught:
-        events_of(plan, fleet)
-    assert caught.value.instance == 0
-
-
 @pytest.mark.parametrize(("kind", "at", "is_repaired"), [("raised", 0, False), ("raised", 1, True), ("died", 0, True)])
-def test_an_exception_before_the_first_call_is_complete_ends_the_run(
-    make: Make, kind: str, at: int, is_repaired: bool
-) -> None:
+def test_an_exception_before_the_first_call_ends_the_run(make: Make, kind: str, at: int, is_repaired: bool) -> None:
     plan = plan_of(make)
     failure = broken(lost(1, kind, "ValueError: no such layer"), lost(0, kind))
     fleet = Breaks(plan, {(at, 1): failure}, repairs=[{}])
@@ -334,7 +295,6 @@ class Holds(Loads):
 
 
 def ended_by(plan: Plan, fleet: ScriptedFleet) -> Tuple[List[Event], Exception]:
-    """Return the events of a run, and the error that ends it."""
     events: List[Event] = []
     with pytest.raises(RaypodError) as caught:
         events.extend(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)))
@@ -351,9 +311,7 @@ def ended_by(plan: Plan, fleet: ScriptedFleet) -> Tuple[List[Event], Exception]:
         (HostLost("h3", (3,), "no power", "the log"), [0, 1, 2, 3]),
     ],
 )
-def test_an_error_that_ends_the_run_leaves_a_checkpoint_of_the_newest_state(
-    make: Make, error: Any, holders: List[int]
-) -> None:
+def test_an_error_that_ends_the_run_leaves_a_newest_checkpoint(make: Make, error: Any, holders: List[int]) -> None:
     plan = plan_of(make, updates=20, instances=4, max_restarts=0)
     fleet = Holds(plan, {(12, 0): error})
     fleet.kept_at = 12
@@ -416,8 +374,6 @@ def test_a_lost_report_is_recovered_or_its_update_has_no_loss(make: Make, is_rec
 
 
 class Drained(ScriptedFleet):
-    """Ray drains the host of instance 1."""
-
     room, moved = False, False
 
     def draining(self) -> List[str]:

@@ -35,13 +35,11 @@ class Memory(InlineServer):
         super().__init__(self._memory)
 
     def result(self, handle: Any, timeout_s: float) -> Any:
-        """See `Server.result`."""
         if self.is_lost:
             raise ConnectionError("the host does not respond")
         return handle
 
     def close(self) -> None:
-        """See `Server.close`."""
         self._memory.close()
 
 
@@ -83,7 +81,6 @@ class Keeps(Breaks):
             self.end_call(report)
 
     def end_call(self, report: CallReport) -> None:
-        """Write the snapshot of an instance after its report."""
         place, update = self.places[report.instance], report.first_update + 1
         if place is not None and self._plan.config.run.has_snapshot_after(update):
             weights = {"weight": torch.full((2,), float(update))}
@@ -97,10 +94,8 @@ class Keeps(Breaks):
 
 
 def plan_of(make: Make, updates: int = 8, **run: Any) -> Plan:
-    pod = {"replicas": 4, "num_instances": 2}
-    return make(
-        training={"updates": updates}, pod=pod, run={"checkpoint_every": "99 updates", "snapshot_every": EVERY, **run}
-    )
+    run = {"checkpoint_every": "99 updates", "snapshot_every": EVERY, **run}
+    return make(training={"updates": updates}, pod={"replicas": 4, "num_instances": 2}, run=run)
 
 
 @pytest.mark.parametrize(
@@ -113,16 +108,13 @@ def plan_of(make: Make, updates: int = 8, **run: Any) -> Plan:
         (2, {0: -1}, "the snapshot of host a", 4),
     ],
 )
-def test_a_repair_continues_from_the_newest_state(
-    make: Make, every: int, survivors: Dict[int, int], source: str, update: int
-) -> None:
+def test_a_repair_uses_the_newest(make: Make, every: int, survivors: Dict[int, int], source: str, update: int) -> None:
     plan = plan_of(make, snapshot_every=every)
     fleet = Keeps(plan, {(5, 0): ALL_LOST}, repairs=[survivors])
     events = events_of(plan, fleet)
     repaired = only(events, Repaired)
     assert (repaired.seeded_from, repaired.update) == (source, update)
-    assert fleet.loaded == ([(0, 4)] if "snapshot" in source else [])
-    assert updates_of(events) == list(range(1, 9))
+    assert (fleet.loaded, updates_of(events)) == ([(0, 4)] if "snapshot" in source else [], list(range(1, 9)))
     assert (only(events, RunEnded).updates, len(fleet.memories)) == (8, 2 if every else 0)
 
 
@@ -144,28 +136,25 @@ def test_a_checkpoint_counts_if_it_is_newer(make: Make, written: int, source: st
     assert only(events_of(plan, fleet), Repaired).seeded_from.endswith(source)
 
 
-def test_updates_that_are_not_reported_are_repeated(make: Make) -> None:
+def test_updates_that_are_not_reported_are_repeated_and_one_instance_of_a_host_writes(make: Make) -> None:
     plan = plan_of(make)  # instance 0 has taken its snapshot of update 6, and instance 1 has not reported it
     events = events_of(plan, Keeps(plan, {(5, 1): ALL_LOST}, repairs=[{}]))
     assert only(events, Repaired).update == 4
     assert not [event for event in of(events, UpdateDone) if event.missing_reports]
+    fleet = Keeps(plan)
+    fleet.on_hosts = ["a", "a"]
+    events_of(plan, fleet)
+    assert ([each is None for each in fleet.places], list(fleet.memories)) == ([False, True], ["a"])
 
 
-def test_the_snapshot_of_a_lost_host_is_on_the_others_and_its_replacement_writes_new_ones(make: Make) -> None:
+def test_the_snapshot_of_a_lost_host_is_on_the_others_and_new_processes_write_new_ones(make: Make) -> None:
     plan = plan_of(make)
     fleet = Keeps(plan, {(5, 0): ALL_LOST, (7, 0): ALL_LOST}, repairs=[{}, {}])
     fleet.lose = ("a",)
-    first, second = of(events_of(plan, fleet), Repaired)
-    assert [(each.seeded_from, each.update) for each in (first, second)] == [
-        ("the snapshot of host b", 4),
-        ("the snapshot of host b", 6),
-    ]
+    repairs = [(each.seeded_from, each.update) for each in of(events_of(plan, fleet), Repaired)]
+    assert repairs == [("the snapshot of host b", 4), ("the snapshot of host b", 6)]
     assert fleet.loaded == [(1, 4), (1, 6)]
     assert fleet.places[0] is not None
-
-
-def test_a_host_whose_snapshots_are_lost_gets_a_new_process_at_the_next_repair(make: Make) -> None:
-    plan = plan_of(make)
     fleet = Keeps(plan, {(5, 0): broken(lost(1))}, repairs=[{0: 5}])
     fleet.lose = ("b",)
     assert only(events_of(plan, fleet), Repaired).seeded_from == "instance 0"
@@ -179,26 +168,14 @@ def test_a_run_that_ends_leaves_the_newest_snapshot_as_a_checkpoint(make: Make) 
     with pytest.raises(InstanceFailed):
         seen.extend(coordinator.run(plan, Keeps(plan, {(5, 0): ALL_LOST}), MetricsAggregator(plan, 0.0)))
     newest, damaged = newest_valid(checkpoints_folder(plan.run_dir))
-    assert newest is not None
-    assert (newest.update, damaged) == (4, [])
-    assert load_checkpoint(newest.path)["weights"]["weight"].tolist() == [4.0, 4.0]
-
-
-def test_one_instance_of_a_host_writes(make: Make) -> None:
-    plan = plan_of(make)
-    fleet = Keeps(plan)
-    fleet.on_hosts = ["a", "a"]
-    events_of(plan, fleet)
-    assert [each is None for each in fleet.places] == [False, True]
-    assert list(fleet.memories) == ["a"]
+    assert (newest and newest.update, damaged) == (4, [])
+    assert load_checkpoint(newest.path)["weights"]["weight"].tolist() == [4.0, 4.0]  # type: ignore[union-attr]
 
 
 def test_an_epoch_that_goes_back_to_a_snapshot_has_the_metrics_of_an_undisturbed_one(make: Make) -> None:
     plan = plan_of(make, updates=None)
     epoch = plan.updates_per_epoch
-    undisturbed, disturbed = (
-        events_of(plan, Keeps(plan, faults, repairs=[{}]))
-        for faults in ({}, {(epoch - 2, 0): ALL_LOST})  # type: ignore[var-annotated]
-    )
+    undisturbed = events_of(plan, Keeps(plan))
+    disturbed = events_of(plan, Keeps(plan, {(epoch - 2, 0): ALL_LOST}, repairs=[{}]))
     assert only(disturbed, Repaired).update == (epoch - 2) // EVERY * EVERY
     assert of(disturbed, EpochDone) == of(undisturbed, EpochDone)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import List, Optional, Tuple
@@ -24,22 +22,40 @@ from raypod.runtime.launcher.programs import Programs, partition
 from raypod.runtime.launcher.records import HostFacts
 from raypod.system.sdk import without_horovod
 from tests.support import ROOT
-from tests.support.bounded import COMMAND_S, wait_until
 from tests.support.fake_vipu import FakeVipu
-from tests.support.launches import EIGHT_IN_FOUR, FOUR, FOUR_IN_TWO, TWO, Launch, program, python
+from tests.support.launches import (
+    EIGHT_IN_FOUR,
+    FOUR,
+    FOUR_IN_TWO,
+    TWO,
+    Launch,
+    launcher,
+    program,
+    python,
+    use_inline_ray,
+)
 from tests.support.ray_cluster import SECOND_HOST
 
-HEAD = "127.0.0.1"
+HEAD, ONE = "127.0.0.1", place(Cluster("pod", (Host("a", "a"),)), Sizes(1, 1, 1))
 FIRST_OF_PATH = ("sh", "-c", "echo ${PATH%%:*}")
+
+
+@pytest.fixture
+def launch(
+    processes: None, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Launch:
+    """Run the command in this process on hosts of an InlineRay, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    use_inline_ray(monkeypatch)
+    return launcher(capfdbinary)
 
 
 @pytest.mark.parametrize(
     ("strict", "inherited", "expected"),
     [([], None, None), ([], "1", "1"), (["--strict"], "0", "1"), (["--strict", "no"], "1", "0")],
 )
-def test_strict_mode_is_a_variable_of_the_instances_of_every_host(
-    strict: List[str], inherited: Optional[str], expected: Optional[str]
-) -> None:
+def test_strict_mode_is_a_variable(strict: List[str], inherited: Optional[str], expected: Optional[str]) -> None:
     request, _ = parse([*strict, "--num-instances", "2", "program"])
     caller = {"EMULATED_POD_STRICT": inherited} if inherited else {}
     placement = place(Cluster("pod", (Host("a", "a"), Host("b", "b"))), Sizes(2, 2, 1))
@@ -59,28 +75,22 @@ OWN = ["--device", "emulated", "--strict", "--run-dir", "r", "--grace", "1", "--
 )
 def test_a_program_is_an_instance_only_with_an_option_of_poprun(words: List[str], is_instance: bool) -> None:
     request, _ = parse([*words, "python", "main.py", "--num-instances", "4"])
-    placement = place(Cluster("pod", (Host("a", "a"),)), Sizes(1, 1, 1))
-    programs = Programs(request, placement, parse_mpi_arguments(request), {}, ".", ("/sdk",), interpreters=["/bin/p"])
-    env = programs.environment(placement.instances[0], HostFacts("", {}))
+    programs = Programs(request, ONE, parse_mpi_arguments(request), {}, ".", ("/sdk",), interpreters=["/bin/p"])
+    env = programs.environment(ONE.instances[0], HostFacts("", {}))
     assert any(name.startswith(("POPDIST_", "OMPI_", "HOROVOD_")) for name in env) is is_instance
     assert env["PYTHONPATH"].endswith(":/sdk")
 
 
-def test_options_that_are_imported_count_as_given(tmp_path: Path) -> None:
+def test_imported_options_count_and_a_plain_program_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text, is_plain in (("run-dir: r\n", True), ("num-instances: 1\n", False)):
         (tmp_path / "launch.yaml").write_text(text)
         assert parse(["--import-config", str(tmp_path / "launch.yaml"), "program"])[0].is_plain is is_plain
-
-
-def test_a_plain_program_has_the_partition_of_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = FakeVipu(monkeypatch)
-    placement = place(Cluster("pod", (Host("a", "a"),)), Sizes(1, 1, 1))
-    caller = {"IPUOF_VIPU_API_PARTITION_ID": "mine"}
-    with partition(parse(["program"])[0], placement, True, caller, pytest.fail) as variables:
+    tool, caller = FakeVipu(monkeypatch), {"IPUOF_VIPU_API_PARTITION_ID": "mine"}
+    with partition(parse(["program"])[0], ONE, True, caller, pytest.fail) as variables:
         assert (variables, tool.commands) == ({}, [])
 
 
-def test_no_partition_is_created_before_the_cluster_is_joined(
+def test_cluster_comes_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def hangs(log: object) -> None:
@@ -98,10 +108,8 @@ def test_no_partition_is_created_before_the_cluster_is_joined(
 
 def test_ray_accepts_only_command_lines_in_utf8(processes: None, tmp_path: Path) -> None:
     def launched(*words: str) -> str:
-        command = [sys.executable, "-m", "raypod.launch", *words]
-        done = subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, check=False
-        )
+        line, env = [sys.executable, "-m", "raypod.launch", *words], {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(line, cwd=tmp_path, env=env, stderr=subprocess.PIPE, check=False)
         assert done.returncode == 2
         return done.stderr.decode()
 
@@ -118,20 +126,16 @@ print(horovod.__version__, popdist.__file__, importlib.util.find_spec("poptorch"
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_programs_on_ipus_without_horovod_have_that_of_the_emulated_sdk_and_nothing_else_of_it(
-    processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
-) -> None:
+def test_horovod_on_ipus(processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     (tmp_path / "popdist.py").write_text("")
     if installed:
         (tmp_path / "horovod" / "torch").mkdir(parents=True)
         (tmp_path / "horovod" / "__init__.py").write_text("__version__ = 'installed'")
     request, _ = parse(["--num-instances", "1", "program"])
-    placement = place(Cluster("pod", (Host("a", "a"),)), Sizes(1, 1, 1))
     caller = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    programs = Programs(
-        request, placement, parse_mpi_arguments(request), caller, ".", (), interpreters=[sys.executable]
-    )
-    env = programs.environment(placement.instances[0], HostFacts("", {}))
+    arguments = parse_mpi_arguments(request)
+    programs = Programs(request, ONE, arguments, caller, ".", (), interpreters=[sys.executable])
+    env = programs.environment(ONE.instances[0], HostFacts("", {}))
     words = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     version = "installed" if installed else "0.28.1+emulated"
@@ -166,15 +170,6 @@ def test_horovod_allreduce_in_both_precisions(launch: Launch) -> None:
     assert [found.lines(index)[-1] for index in range(4)] == [f"rank {k} of 4 local {k} of 4" for k in range(4)]
 
 
-def test_each_instance_gets_its_share_of_the_data(launch: Launch) -> None:
-    found = launch(*FOUR_IN_TWO, *program("loaders.py"))
-    assert found.code == 0, found.err
-    for index in range(2):
-        lines = [line.split(" first")[0] for line in found.lines(index)]
-        assert lines == ["torch 1562 32", "plain 781 32", "popdist 390 64"]
-    assert found.lines(0)[2] != found.lines(1)[2]
-
-
 def test_a_training_program_with_flags(launch: Launch) -> None:
     flags = ("--batch-size", "4", "--gradient-accumulation", "4", "--device-iterations", "2", "--samples", "256")
     found = launch(*FOUR_IN_TWO, *program("ddp_main.py", *flags, "--eight-bit-io", "--async-dataloader"))
@@ -186,6 +181,15 @@ def test_a_training_program_with_flags(launch: Launch) -> None:
     assert "2/2" in bar
     assert "loss=" in bar
     assert all(found.lines(index)[0].startswith("Namespace(") for index in range(2))
+
+
+def test_each_instance_gets_its_share_of_the_data(launch: Launch) -> None:
+    found = launch(*FOUR_IN_TWO, *program("loaders.py"))
+    assert found.code == 0, found.err
+    for index in range(2):
+        lines = [line.split(" first")[0] for line in found.lines(index)]
+        assert lines == ["torch 1562 32", "plain 781 32", "popdist 390 64"]
+    assert found.lines(0)[2] != found.lines(1)[2]
 
 
 def test_strict_mode_rejects_what_an_ipu_rejects(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,16 +205,13 @@ def test_strict_mode_rejects_what_an_ipu_rejects(launch: Launch, monkeypatch: py
 # ---- environment and hosts -------------------------------------------------------------------------------------------
 
 
-def test_a_shell_command_runs_in_the_callers_folder_and_environment(
-    launch: Launch,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_shell_command_has_its_callers_folder(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MINE", "kept")
     script = "echo $PWD $MINE $GIVEN $ONE $OMP_NUM_THREADS"
     found = launch(*TWO, "-x", "GIVEN=here", '--instance-mpi-local-args=1:"-x ONE=1"', "sh", "-c", script)
-    assert found.lines(0) == [f"{tmp_path} kept here 1"]
-    assert found.lines(1) == [f"{tmp_path} kept here 1 1"]
+    assert (found.lines(0), found.lines(1)) == ([f"{tmp_path} kept here 1"], [f"{tmp_path} kept here 1 1"])
     launch("-x", "API_KEY=s3cret-1", "--run-dir", "two", "sh", "-c", "true s3cret-1 $API_KEY")
     written = [(tmp_path / "two" / name).read_text() for name in ("launch.yaml", "launch.json")]
     assert not any("s3cret-1" in text for text in written)
@@ -231,21 +232,13 @@ def test_host_subnet_selects_the_network_of_the_instances(launch: Launch) -> Non
 
 def test_hosts_of_a_file(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(f"localhost slots=1\n{SECOND_HOST}\n")
-    words = (*TWO, "--hostfile", "hosts", "--print-topology", "sh", "-c", "echo $OMPI_COMM_WORLD_LOCAL_SIZE")
-    found = launch(*words)
+    script = "echo $OMPI_COMM_WORLD_LOCAL_SIZE"
+    found = launch(*TWO, "--hostfile", "hosts", "--print-topology", "sh", "-c", script)
     assert (found.lines(0), found.lines(1)) == (["1"], ["1"])
     assert f"| {SECOND_HOST}" in found.out
-    (tmp_path / "hosts").write_text(f"{SECOND_HOST}\n# two\n{SECOND_HOST}\n")
-    twice = launch(*words)
-    assert twice.code == 2
-    assert f"error: hosts, line 3: host {SECOND_HOST} is listed twice in hosts, line 1" in twice.err
 
 
-def test_programs_run_with_the_interpreter_of_the_launch_and_of_the_cluster_file(
-    launch: Launch,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_interpreter_of_programs(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # the environment is not activated
     own, other = str(Path(sys.executable).parent), str(tmp_path / "bin")
     two = launch(*TWO, "-v", "-H", f"{HEAD},{SECOND_HOST}", *FIRST_OF_PATH)
@@ -301,13 +294,7 @@ THROW = "import ctypes; ctypes.CDLL('libstdc++.so.6')['_ZSt21__throw_runtime_err
         (("train.py",), 127, "cannot start train.py: it is not on the PATH; run `python train.py`;"),
     ],
 )
-def test_a_failed_program_ends_the_others_and_sets_the_exit_code(
-    launch: Launch,
-    tmp_path: Path,
-    words: Tuple[str, ...],
-    code: int,
-    cause: str,
-) -> None:
+def test_a_failure_ends_all(launch: Launch, tmp_path: Path, words: Tuple[str, ...], code: int, cause: str) -> None:
     (tmp_path / "train.py").write_text("print('here')")
     found = launch(*TWO, *words)
     assert found.code == code
@@ -315,26 +302,6 @@ def test_a_failed_program_ends_the_others_and_sets_the_exit_code(
     line = found.err.strip().splitlines()[-1]
     assert re.fullmatch(rf"raypod: error: instance \d on host localhost failed: .*; its log: {tmp_path}/\S+\.log", line)
     assert re.search(f"instance .*{cause}", line)
-
-
-def test_a_signal_is_forwarded(launch: Launch) -> None:
-    over = threading.Event()
-
-    def ready() -> bool:
-        logs = [path.read_bytes() for path in Path("runs").glob("*/logs/instance-*.log")]
-        return over.is_set() or sum(b"ready" in log for log in logs) == 2
-
-    def interrupt() -> None:
-        if wait_until(ready, COMMAND_S) and not over.is_set():
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    found = launch(*TWO, "sh", "-c", "trap 'echo stopped; exit' TERM; echo ready; while :; do sleep 0.1; done")
-    over.set()
-    thread.join()
-    assert found.code == 128 + signal.SIGTERM
-    assert (found.lines(0), found.lines(1)) == (["ready", "stopped"], ["ready", "stopped"])
 
 
 def test_a_closed_stdout_ends_the_programs(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, Callable, Iterator
 
@@ -16,13 +15,11 @@ from _pod import telemetry
 from _pod.wires import Group
 
 from raypod.errors import CollectiveBroken, WaitTimedOut
-from raypod.plan.sections import RunSection
 from raypod.runtime.worker.control import IDLE, LOADING, RETRYING, Heartbeat, StopGate
-from raypod.runtime.workers.liveness import LastHeartbeat, find_suspects
 from tests.support.bounded import wait_until
 
 
-def test_the_report_contains_the_current_activity() -> None:
+def test_the_report_has_the_current_activity_and_the_slowest_call(monkeypatch: pytest.MonkeyPatch) -> None:
     heartbeat = Heartbeat(3)
     report = heartbeat.beat()
     assert (report.instance, report.activity, report.slowest_call_s) == (3, IDLE, None)
@@ -32,13 +29,9 @@ def test_the_report_contains_the_current_activity() -> None:
             assert heartbeat.beat().activity == "in call 5"
         assert heartbeat.beat().activity == "save"
     assert (heartbeat.beat().activity, heartbeat.beat().calls) == (IDLE, 1)
-
-
-def test_the_first_call_counts_only_until_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    heartbeat, clock = Heartbeat(0), [0.0]
+    heartbeat, clock, slowest = Heartbeat(0), [0.0], []
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    slowest = []
-    for seconds in (100.0, 2.0, 5.0, 3.0):
+    for seconds in (100.0, 2.0, 5.0, 3.0):  # the first call counts only until there is another
         with heartbeat.in_call(0):
             clock[0] += seconds
         slowest.append(heartbeat.beat().slowest_call_s)
@@ -109,7 +102,7 @@ def in_horovod(inside: threading.Event, end: threading.Event) -> None:
     ("do", "waits"),
     [(in_user_code, False), (in_a_collective, True), (in_a_collective_of_a_replica, True), (in_horovod, True)],
 )
-def test_the_heartbeat_shows_where_the_thread_is_and_whether_it_waits_for_others(
+def test_the_heartbeat_shows_where_the_thread_is_or_waits(
     do: Any, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "horovod", ModuleType("horovod"))
@@ -120,34 +113,16 @@ def test_the_heartbeat_shows_where_the_thread_is_and_whether_it_waits_for_others
     assert not heartbeat.waits_for_others()
 
 
-def test_a_rank_that_waits_in_a_collective_is_not_stuck_but_the_one_in_user_code_is() -> None:
-    with working(in_a_collective, 0) as waiting, working(in_user_code, 1) as stuck:
-        reports = [replace(each.beat(), duration_s=1000.0, slowest_call_s=1.0) for each in (waiting, stuck)]
-    heartbeats = {report.instance: LastHeartbeat(report, 999.0) for report in reports}
-    (suspect,) = find_suspects(heartbeats, 1000.0, RunSection())
-    assert (suspect.instance, suspect.kind) == (1, "stuck")
+def in_a_busy_loop(inside: threading.Event, end: threading.Event) -> None:
+    used_s = time.thread_time()
+    while time.thread_time() - used_s < 0.2:
+        pass
+    in_user_code(inside, end)
 
 
 def test_the_report_contains_the_cpu_time_of_the_working_thread() -> None:
-    heartbeat, reports, end = Heartbeat(0), threading.Semaphore(0), threading.Event()
-
-    def work() -> None:
-        with heartbeat.set_activity("x"):
-            used_s = time.thread_time()
-            while time.thread_time() - used_s < 0.2:
-                pass
-            reports.release()
-            end.wait(30)
-
-    before_s = heartbeat.beat().cpu_s
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        assert reports.acquire(timeout=30)
-        assert heartbeat.beat().cpu_s - before_s > 0.15
-    finally:
-        end.set()
-        thread.join()
+    with working(in_a_busy_loop) as heartbeat:
+        assert heartbeat.beat().cpu_s > 0.15
 
 
 def test_a_paused_gate_waits_for_the_call_to_stop_after() -> None:

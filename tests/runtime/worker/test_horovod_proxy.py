@@ -49,9 +49,7 @@ def request(proxy: HorovodProxy, method: str, path: str, content: bytes = b"", *
         return answer.status, answer.read()
 
 
-def test_a_value_of_one_rank_is_readable_on_every_host_until_it_deletes_its_keys(
-    rendezvous: door.StoreServer, proxy: HorovodProxy
-) -> None:
+def test_a_value_is_readable_on_every_host_until_deleted(rendezvous: door.StoreServer, proxy: HorovodProxy) -> None:
     other = horovod_proxy(rendezvous.environment)
     assert request(proxy, "GET", "/global/0")[0] == 404
     assert request(other, "PUT", "/global/0", b"\x00\xffwhere") == (200, b"")

@@ -104,9 +104,7 @@ def test_a_missing_instance_is_named_by_its_neighbours_and_a_missing_root_by_all
         results[3].result()
 
 
-def test_connections_without_the_secret_are_rejected_and_do_not_disturb(
-    peers: List[SeedingPeer], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_connections_without_secret_are_rejected(peers: List[SeedingPeer], capfd: pytest.CaptureFixture[str]) -> None:
     seeding = seeding_of(peers)
     received: List[bytes] = []
 
@@ -149,7 +147,7 @@ def test_a_handshake_is_bounded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> N
     assert sent < seeding_module._NONCE_BYTES
 
 
-def test_a_listener_without_the_secret_receives_nothing(peers: List[SeedingPeer]) -> None:
+def test_no_secret_receives_nothing_and_a_wrong_hmac_is_refused(peers: List[SeedingPeer]) -> None:
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(peers[0].send, seeding_of(peers, 0, [1]), BUFFERS)
         connection, _ = peers[1]._listener.accept()
@@ -157,13 +155,9 @@ def test_a_listener_without_the_secret_receives_nothing(peers: List[SeedingPeer]
             connection.sendall(bytes(64))
             assert seeding_module._read(connection, 32)  # its nonce, and nothing after it
             assert connection.recv(1) == b""
-    with pytest.raises(PeerLost, match="authentication failed"):
-        sent.result()
-
-
-def test_bytes_with_a_wrong_hmac_are_refused(peers: List[SeedingPeer]) -> None:
-    seeding = seeding_of(peers, 0, [1])
-    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(PeerLost, match="authentication failed"):
+            sent.result()
+        seeding = seeding_of(peers, 0, [1])
         received = pool.submit(peers[1].receive, seeding)
         with connect(peers[1]) as sender:
             seeding_module._authenticate_receiver(sender, seeding.secret)

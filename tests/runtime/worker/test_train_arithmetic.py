@@ -1,32 +1,30 @@
-"""The arithmetic of a training on the inline fleet: equal to plain torch, for every size."""
+"""The arithmetic of a training on the inline fleet: equal to plain torch, for every size and precision."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Callable, Dict, List
+from typing import Any, Callable, Dict, List, Tuple
 
 import numpy as np
 import pytest
 import torch
+from poptorch import device_mode
 from torch.nn import functional
 
-from raypod.events import Event, RunEnded, UpdateDone
+from raypod import train
+from raypod.events import RunEnded, UpdateDone
 from raypod.plan.learning_rate import learning_rate
 from raypod.plan.plan import Plan
-from raypod.runs.metrics import MetricsAggregator
-from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.inline import InlineFleet
 from raypod.training import data as datasets
 from raypod.training.checkpoint import writer
 from raypod.training.data.order import epoch_order
 from raypod.training.data.transforms import gather
 from raypod.training.models import networks
+from tests.support.scripted_runs import events_of, of, only
 
 INLINE = {"run": {"fleet": "inline", "device": "emulated"}}
-
-
-def train_inline(plan: Plan) -> List[Event]:
-    return list(coordinator.run(plan, InlineFleet(plan), MetricsAggregator(plan, 0.0)))
 
 
 def final_weights(plan: Plan) -> Dict[str, torch.Tensor]:
@@ -34,7 +32,7 @@ def final_weights(plan: Plan) -> Dict[str, torch.Tensor]:
 
 
 def sha256(plan: Plan) -> str:
-    return next(event for event in train_inline(plan) if isinstance(event, RunEnded)).weights_sha256
+    return only(events_of(plan, InlineFleet(plan)), RunEnded).weights_sha256
 
 
 def plain_torch_loop(plan: Plan) -> Dict[str, torch.Tensor]:
@@ -70,12 +68,10 @@ def plain_torch_loop(plan: Plan) -> Dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("replicas", "accumulation", "iterations"), [(1, 1, 1), (1, 3, 1), (4, 2, 2)])
-def test_a_run_equals_a_plain_torch_loop(
-    make: Callable[..., Plan], replicas: int, accumulation: int, iterations: int
-) -> None:
+def test_it_equals_a_plain_loop(make: Callable[..., Plan], replicas: int, accumulation: int, iterations: int) -> None:
     sizes = {"gradient_accumulation": accumulation, "device_iterations": iterations, "updates": 4}
     plan = make(training=sizes, pod={"replicas": replicas}, **INLINE)
-    train_inline(plan)
+    events_of(plan, InlineFleet(plan))
     ours, expected = final_weights(plan), plain_torch_loop(plan)
     assert list(ours) == list(expected)
     for name in expected:
@@ -97,6 +93,38 @@ def test_the_weights_depend_on_the_seed_and_not_on_device_iterations_or_eight_bi
 def test_images_are_resized_on_the_device_in_half_precision(make: Callable[..., Plan]) -> None:
     data = {"eight_bit_io": True, "image_size": 16}
     plan = make(data=data, training={"precision": "16.16", "updates": 2}, **INLINE)
-    assert [event.loss for event in train_inline(plan) if isinstance(event, UpdateDone)] == pytest.approx(
-        [2.3, 2.3], abs=0.4
-    )
+    losses = [event.loss for event in of(events_of(plan, InlineFleet(plan)), UpdateDone)]
+    assert losses == pytest.approx([2.3, 2.3], abs=0.4)
+
+
+IMAGES = ["--dataset", "synthetic", "--samples", "32", "--image", "1x8x8", "--model"]
+TEXT = ["--task", "language-model", "--sequence-length", "8", "--optimizer", "adamw", "--text"]
+
+
+def weights_of(folder: Path, *flags: str) -> str:
+    inline = ["--fleet", "inline", "--device", "emulated", "--replicas", "2", "--batch-size", "2", "--updates", "1"]
+    assert train.main([*inline, *flags, "--run-dir", str(folder)]) == 0
+    summary: Dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return str(summary["weights_sha256"])
+
+
+def uncast(mode: Any, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+    """Call a layer's function with its operands as they are: torch converts those of different dtypes to float32."""
+    return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("flags", [[*IMAGES, "resnet8", "--norm", "frozen"], [*IMAGES, "vit_tiny"], TEXT])
+def test_layers_that_cast_their_weights_and_those_that_do_not_train_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flags: List[str]
+) -> None:
+    if flags is TEXT:
+        (tmp_path / "text.txt").write_text("one two three " * 40)
+        flags = [*flags, str(tmp_path / "text.txt")]
+    flags = [*flags, "--precision", "16.32"]
+    with caplog.at_level("WARNING", "poptorch"):
+        cast = weights_of(tmp_path / "cast", *flags, "--strict")
+    assert "operands in half and in float32" not in caplog.text
+    layers = device_mode._functions(device_mode._LAYER_NAMES)
+    monkeypatch.setattr(device_mode, "_HANDLERS", {**device_mode._HANDLERS, **dict.fromkeys(layers, uncast)})
+    monkeypatch.setattr(device_mode, "_weights_like_input", uncast)
+    assert weights_of(tmp_path / "uncast", *flags) == cast

@@ -1,4 +1,4 @@
-"""The gRPC client, against servers that are not a GCS."""
+"""The gRPC client, against servers that are not a GCS, and the reaper of a local session's processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Dict, Iterator, List
 
+import psutil
 import pytest
 
 from raypod.pod import active_runs, stop_cluster
-from raypod.runtime.workers import gcs
+from raypod.runtime.workers import gcs, ray_reaper
 from tests.support.bounded import wait_until
 
 
@@ -99,16 +100,13 @@ def test_a_process_that_accepts_no_connection_gets_no_token(listener: socket.soc
 
 
 def distrust_of(address: str) -> str:
-    """Return why another machine gets no token."""
     host, _, port = address.rpartition(":")
     ends: Any = {"getpeername": lambda: (host, int(port)), "getsockname": lambda: ("10.0.0.9", 7)}
     return gcs.distrust(SimpleNamespace(**ends), time.monotonic())  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("processes")
-def test_another_machine_gets_the_token_if_a_raylet_of_this_user_belongs_to_its_cluster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_machine_gets_the_token_if_a_raylet_here_belongs_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["/a/raylet", "-c", "import sys; sys.stdin.read()", "--gcs-address=10.0.0.1:6379"]
     with subprocess.Popen(words, executable=sys.executable, stdin=subprocess.PIPE) as raylet:
         assert wait_until(lambda: "/a/raylet" in Path(f"/proc/{raylet.pid}/cmdline").read_text())
@@ -119,9 +117,7 @@ def test_another_machine_gets_the_token_if_a_raylet_of_this_user_belongs_to_its_
         assert distrust_of("10.0.0.1:6379").startswith("no Ray node of uid 12345 on this machine")
 
 
-def test_the_drivers_of_a_cluster_are_known_without_those_of_ray(
-    processes: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drivers_of_a_cluster_are_known_except_rays(processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # which the next line sets
     from ray.core.generated import gcs_service_pb2
 
@@ -147,9 +143,41 @@ def test_the_drivers_of_a_cluster_are_known_without_those_of_ray(
         (stop_cluster.__file__, ["no-such-cluster"], {"found": 0, "left": 0}),
     ],
 )
-def test_files_that_are_sent_to_hosts_need_only_python(
-    file: str, arguments: List[str], expected: Dict[str, object]
-) -> None:
+def test_files_for_hosts_need_only_python(file: str, arguments: List[str], expected: Dict[str, object]) -> None:
     command = [sys.executable, "-I", "-S", "-", *arguments]
     done = subprocess.run(command, input=Path(file).read_text(), capture_output=True, text=True, timeout=60, check=True)
     assert expected.items() <= json.loads(done.stdout).items()
+
+
+@pytest.fixture
+def leader(processes: None) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that leads a session with one child, and prints a line when both run."""
+    script = "sleep 300 & echo; wait"
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True) as process:
+        process.stdout.readline()
+        yield process
+        ray_reaper.kill({process.pid: ray_reaper.process_of(process.pid)})
+
+
+def test_the_processes_of_a_session_also_without_their_leader(leader: subprocess.Popen[bytes]) -> None:
+    (child,) = psutil.Process(leader.pid).children()
+    leaders = {leader.pid: ray_reaper.process_of(leader.pid)}
+    assert sorted(ray_reaper.members(leaders)) == sorted([leader.pid, child.pid])
+    leader.kill()
+    assert wait_until(lambda: ray_reaper.members(leaders) == [child.pid])  # the leader is a zombie
+    leader.wait()
+    assert ray_reaper.members(leaders) == [child.pid]
+    ray_reaper.kill(leaders)
+    assert ray_reaper.members(leaders) == []
+
+
+def test_a_reused_pid_is_another_session(leader: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ray_reaper.process_of(leader.pid)
+    assert before is not None
+    monkeypatch.setattr(before, "is_running", lambda: False)  # the pid exists, and is another process
+    assert ray_reaper.members({leader.pid: before}) == []
+    assert ray_reaper.members({leader.pid: None}) == []  # its pid belongs to another process by now
+    ended = subprocess.Popen(["true"], start_new_session=True)
+    ended.wait()
+    assert ray_reaper.process_of(ended.pid) is None
+    assert ray_reaper.members({ended.pid: None}) == []

@@ -31,27 +31,19 @@ def stuck(*reports: HeartbeatReport, **bounds: Any) -> List[int]:
     return [suspect.instance for suspect in suspects(*reports, **bounds)]
 
 
-def test_instances_within_their_bounds_are_no_suspects() -> None:
+def test_a_silent_instance_is_a_suspect_and_its_last_activity_is_named() -> None:
     assert not suspects(report(0, IN_CALL, 29.0), report(1, LOADING, 29.0))
     assert not suspects(report(0, IDLE, 5000.0), report(1, "save", 5000.0))  # they have their own timeouts
-
-
-def test_a_silent_instance_is_a_suspect_and_its_last_activity_is_named() -> None:
-    heartbeats = {
-        0: LastHeartbeat(report(0, IN_CALL, 1.0, waits=True), NOW_S - 1),
-        1: LastHeartbeat(report(1, LOADING, 1.0), NOW_S - 16),
-    }
+    waits = LastHeartbeat(report(0, IN_CALL, 1.0, waits=True), NOW_S - 1)
+    heartbeats = {0: waits, 1: LastHeartbeat(report(1, LOADING, 1.0), NOW_S - 16)}
     (suspect,) = find_suspects(heartbeats, NOW_S, RunSection())
     assert (suspect.instance, suspect.kind) == (1, "silent")
     assert suspect.cause.startswith("silent for 16.0 s (run.silent_after_s = 15)")
     assert suspect.cause.endswith("it was loading data")
     assert not find_suspects(heartbeats, NOW_S, RunSection(silent_after_s=17))
     assert not find_suspects({0: LastHeartbeat(None, 0.0)}, NOW_S, RunSection())  # it is being built
-
-
-def test_a_late_reply_from_before_the_build_hides_no_silence() -> None:
     first = LastHeartbeat(None, NOW_S - 20).next(report(1, IDLE, 0.0), NOW_S - 17)
-    late = first.next(None, NOW_S - 16)
+    late = first.next(None, NOW_S - 16)  # a late reply from before the build hides no silence
     assert late == first
     (suspect,) = find_suspects({1: late}, NOW_S, RunSection())
     assert (suspect.kind, suspect.cause[:18]) == ("silent", "silent for 17.0 s ")
@@ -86,13 +78,17 @@ def test_the_instance_that_is_stuck_is_found(reports: List[HeartbeatReport], exp
     assert stuck(*reports) == expected
 
 
-def test_a_first_call_has_the_report_timeout() -> None:
+def test_a_first_call_has_the_report_timeout_and_cpu_time_since_a_late_heartbeat_is_unknown() -> None:
     (suspect,) = suspects(report(0, IN_CALL, 61.0, slowest=None), report_timeout_s=60)
     assert suspect.cause == "stuck: in call 7 for 61.0 s (run.report_timeout_s = 60 limits a first call)"
     (suspect,) = suspects(report(0, ATTACHING, 61.0), report_timeout_s=60)
     assert suspect.cause == "stuck: attaching the device for 61.0 s (run.report_timeout_s = 60)"
     heartbeats = {0: busy_until(61.0, report(0, IN_CALL, 0.0, slowest=None), 100.0)}  # also if it uses CPU time
     assert find_suspects(heartbeats, 61.0, RunSection(report_timeout_s=60))
+    heartbeats = {0: busy_until(50.0, report(0, IN_CALL, 0.0), 50.0)}
+    assert not find_suspects(heartbeats, 54.0, RunSection(stuck_after_s=3, report_timeout_s=100))
+    (suspect,) = find_suspects(heartbeats, 66.0, RunSection(stuck_after_s=3, report_timeout_s=100))
+    assert suspect.kind == "silent"
 
 
 # ---- instances that use CPU time -------------------------------------------------------------------------------------
@@ -125,13 +121,6 @@ def test_a_call_may_take_longer_while_its_threads_use_cpu_time(now_s: float, end
         assert found[0].cause.endswith("(run.stuck_after_s = 30; 300 s while its threads use CPU time)")
 
 
-def test_what_an_instance_has_used_since_a_late_heartbeat_is_unknown() -> None:
-    heartbeats = {0: busy_until(50.0, report(0, IN_CALL, 0.0), 50.0)}
-    assert not find_suspects(heartbeats, 54.0, RunSection(stuck_after_s=3, report_timeout_s=100))
-    (suspect,) = find_suspects(heartbeats, 66.0, RunSection(stuck_after_s=3, report_timeout_s=100))
-    assert suspect.kind == "silent"
-
-
 # ---- survivors of a loss ---------------------------------------------------------------------------------------------
 
 
@@ -148,11 +137,13 @@ def test_a_survivor_that_waits_must_end_that_within_the_stop_timeout(activity: s
     assert cause == "did not abort its collectives with the lost instances within 11.0 s (run.stop_timeout_s = 10)"
 
 
-def test_a_survivor_that_waits_and_uses_cpu_time_has_a_multiple_of_the_stop_timeout() -> None:
+def test_a_survivor_that_waits_and_uses_cpu_time_has_longer_and_a_silent_one_is_not_waited_for() -> None:
     waiting = report(0, IN_CALL, 0.0, waits=True)
     assert unreleased(busy_until(90.0, waiting, 90.0), 90.0) == []
     assert unreleased(busy_until(90.0, waiting, 75.0), 90.0)
     assert unreleased(busy_until(10 * BUSY_FACTOR + 1, waiting, 1000.0), 10 * BUSY_FACTOR + 1)
+    assert unreleased(LastHeartbeat(report(0, "evaluate", 1.0), 0.0), 16.0)[0].startswith("silent for 16.0 s")
+    assert unreleased(LastHeartbeat(None, 0.0), 500.0) == []  # it is being built
 
 
 def test_a_survivor_that_computes_has_the_timeout_of_a_call() -> None:
@@ -167,8 +158,3 @@ def test_a_survivor_that_computes_has_the_timeout_of_a_call() -> None:
         for seconds, expected in ((limit_s - 1, []), (limit_s + 1, [0])):
             last = {0: LastHeartbeat(report(0, activity, seconds), seconds)}
             assert [each.instance for each in find_unreleased(last, [0], -seconds, seconds, on_ipus)] == expected
-
-
-def test_a_silent_survivor_is_not_waited_for() -> None:
-    assert unreleased(LastHeartbeat(report(0, "evaluate", 1.0), 0.0), 16.0)[0].startswith("silent for 16.0 s")
-    assert unreleased(LastHeartbeat(None, 0.0), 500.0) == []  # it is being built

@@ -8,7 +8,7 @@ import logging
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Iterator, List, Set
+from typing import Any, Dict, Iterator, List, Set
 
 import pytest
 import yaml
@@ -34,7 +34,6 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> ScriptedRay:
 
 @pytest.fixture
 def draining(monkeypatch: pytest.MonkeyPatch) -> Set[str]:
-    """The ids of the nodes that Ray drains."""
     found: Set[str] = set()
     monkeypatch.setattr(ray_reservation, "draining_nodes", lambda: found)
     monkeypatch.setattr(ray_nodes, "draining_nodes", lambda: found)
@@ -55,17 +54,11 @@ def test_the_wait_for_hosts_ends_if_the_gcs_does_not_answer(ray: ScriptedRay, mo
     answer.set()
 
 
-# ---- hosts -----------------------------------------------------------------------------------------------------------
-
-
-def test_localhost_in_a_list_is_the_node_of_this_process(ray: ScriptedRay) -> None:
+def test_localhost_is_this_node_and_two_names_of_one_host_are_rejected(ray: ScriptedRay) -> None:
     assert [each["NodeID"] for each in match_hosts(ray, placed("b,localhost"))] == ["b", "a"]
-
-
-@pytest.mark.parametrize("hosts", ["a,host-a", "a,localhost"])
-def test_two_names_of_one_host_are_rejected(ray: ScriptedRay, hosts: str) -> None:
-    with pytest.raises(ClusterError, match=f"{hosts.replace(',', ', ')} are names of one host; list it once"):
-        match_hosts(ray, placed(hosts))
+    for other in ("host-a", "localhost"):
+        with pytest.raises(ClusterError, match=f"a, {other} are names of one host; list it once"):
+            match_hosts(ray, placed(f"a,{other}"))
 
 
 @pytest.mark.parametrize(
@@ -121,9 +114,7 @@ def test_the_hosts_that_ray_drains_are_left_by_instances_and_copies(ray: Scripte
 
 
 @pytest.mark.parametrize("missing", ["module", "function"])
-def test_a_ray_without_the_private_api_has_no_draining_nodes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str
-) -> None:
+def test_no_private_api_of_ray(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str) -> None:
     def import_module(name: str) -> Any:
         assert name == "ray._private.state"
         if missing == "module":
@@ -149,41 +140,31 @@ def plan_on(hosts: str, wait_hosts: float = 0, ipus_per_replica: int = 1) -> Pla
     return make_plan(config, cluster, TaskFacts(DatasetSize(100_000, 0)), "run")
 
 
-def room_of(ray: ScriptedRay, plan: Plan, log: Callable[[str], None] = print) -> HostRoom:
-    return HostRoom(ray, plan, log)
-
-
-def test_an_emulated_host_has_room_for_the_replicas_that_the_plan_puts_on_it(
-    ray: ScriptedRay, draining: Set[str]
-) -> None:
-    room = room_of(ray, plan_on("a,b,c"))
+def test_an_emulated_host_has_room_for_the_replicas_of_the_plan(ray: ScriptedRay, draining: Set[str]) -> None:
+    room = HostRoom(ray, plan_on("a,b,c"), print)
     assert room.alive() == room.responsive() == [Room("a", 2), Room("b", 2), Room("c", 2)]
     draining.add("b")
     ray.found_nodes[2] = node("c", Alive=False)
     assert room.alive() == room.responsive() == [Room("a", 2)]
-    assert [each.host for each in room_of(ray, plan_on("a,host-a,c")).alive()] == ["a"]  # two names count once
+    assert [each.host for each in HostRoom(ray, plan_on("a,host-a,c"), print).alive()] == ["a"]  # two names count once
 
 
-def test_the_ipus_of_a_node_limit_its_replicas(ray: ScriptedRay, draining: Set[str]) -> None:
-    ray.found_nodes = [node("a", Resources={"IPU": 8.0}), node("b", Resources={"IPU": 3.0}), node("c")]
-    assert room_of(ray, plan_on("a,b,c", ipus_per_replica=2)).alive() == [Room("a", 4), Room("b", 1), Room("c", 0)]
-
-
-def test_silent_and_dead_hosts_are_left_out(ray: ScriptedRay, draining: Set[str]) -> None:
+def test_ipus_limit_replicas_and_silent_and_dead_hosts_are_left_out(ray: ScriptedRay, draining: Set[str]) -> None:
     tasks = {"a": Ref(None, NEVER), "b": Ref(RayError("dead")), "c": Ref(None)}
     ray.start = lambda options: tasks[options["node"]]
-    assert room_of(ray, plan_on("a,b,c")).responsive() == [Room("c", 2)]
+    assert HostRoom(ray, plan_on("a,b,c"), print).responsive() == [Room("c", 2)]
     assert ray.cancelled == [tasks["a"]]
     ray.found_nodes = [node("a", Alive=False)]
-    assert room_of(ray, plan_on("a,b,c")).responsive() == []
+    assert HostRoom(ray, plan_on("a,b,c"), print).responsive() == []
+    ray.found_nodes = [node("a", Resources={"IPU": 8.0}), node("b", Resources={"IPU": 3.0}), node("c")]
+    room = HostRoom(ray, plan_on("a,b,c", ipus_per_replica=2), print)
+    assert room.alive() == [Room("a", 4), Room("b", 1), Room("c", 0)]
 
 
-def test_a_wait_ends_when_there_is_enough_or_the_run_is_stopped_or_its_time_is_over(
-    ray: ScriptedRay, draining: Set[str]
-) -> None:
+def test_a_wait_ends_with_enough_room_with_the_run_and_with_its_time(ray: ScriptedRay, draining: Set[str]) -> None:
     lines: List[str] = []
     ray.found_nodes = [node("a")]
-    room, began_s = room_of(ray, plan_on("a,b,c", wait_hosts=60), lines.append), ray.now_s
+    room, began_s = HostRoom(ray, plan_on("a,b,c", wait_hosts=60), lines.append), ray.now_s
 
     def is_enough(found: List[Room]) -> bool:
         if ray.now_s > began_s + 12:
@@ -191,13 +172,12 @@ def test_a_wait_ends_when_there_is_enough_or_the_run_is_stopped_or_its_time_is_o
         return len(found) == 2
 
     assert [each.host for each in room.wait(is_enough, lambda: False)] == ["a", "b"]
-    assert lines[0] == "waiting for b, c (60 s more, --wait-hosts)"
-    assert len(lines) == 2
+    assert (lines[0], len(lines)) == ("waiting for b, c (60 s more, --wait-hosts)", 2)
     assert len(room.wait(lambda found: False, lambda: True)) == 2
     began_s = ray.now_s
     assert len(room.wait(lambda found: False, lambda: False)) == 2
     assert 60 <= ray.now_s - began_s < 65
-    assert len(room_of(ray, plan_on("a,b,c"), lines.append).wait(lambda found: False, lambda: False)) == 2
+    assert len(HostRoom(ray, plan_on("a,b,c"), lines.append).wait(lambda found: False, lambda: False)) == 2
 
 
 # ---- `raypod cluster-file` -------------------------------------------------------------------------------------------
@@ -249,11 +229,7 @@ def test_the_nodes_of_a_cluster_are_waited_for(
     ],
 )
 def test_mistakes_are_one_line(
-    words: List[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: List[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))

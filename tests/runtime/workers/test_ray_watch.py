@@ -1,11 +1,9 @@
-"""Waits for scripted actors: everything that was sent is yielded, and the survivors of a loss are released.
-
-Pauses of this process are detected.
-"""
+"""Waits for scripted actors, pauses of this process, survivors of a loss, and the cause of a death."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
@@ -14,14 +12,26 @@ from raypod.errors import ClusterError, CollectiveBroken, DeviceFailed
 from raypod.events import HeartbeatReport
 from raypod.plan.plan import Plan
 from raypod.runtime.worker.control import IDLE
+from raypod.runtime.workers import ray_wait
 from raypod.runtime.workers.fleet import FleetBroken
-from raypod.runtime.workers.ray_wait import NO_VALUE, PauseDetector, take_ready
+from raypod.runtime.workers.ray_wait import NO_VALUE, PauseDetector, death_reason, exception_in, take_ready
 from raypod.runtime.workers.ray_watch import Watch
 from raypod.system.activity_record import Activity
-from tests.support.scripted_ray import NEVER, ActorDied, Ref, ScriptedActor, ScriptedRay, Stream, TaskError
+from tests.support.scripted_ray import (
+    NEVER,
+    ActorDied,
+    Ref,
+    ScriptedActor,
+    ScriptedRay,
+    Stream,
+    TaskError,
+    WorkerCrashed,
+    node,
+)
 
 BOUND = (100.0, "run.report_timeout_s")
 IN_CALL = "in call 3"
+DEATH = ActorDied("its process ended")
 
 
 class Fleet:
@@ -32,36 +42,34 @@ class Fleet:
         self.duration_s: Callable[[], float] = lambda: 1.0  # of the current activity of all
         self.reports = [HeartbeatReport(index, IN_CALL, 1.0, 2, 0.5, True) for index in range(4)]
         self.streams = [Stream([(0.0, f"report {index}")], NEVER) for index in range(4)]
-        self.actors = [
-            ScriptedActor(
-                index,
-                {
-                    "beat": lambda index=index: self.beat(index),
-                    "abort_collectives": lambda index=index: self.abort(index),
-                    "stack": lambda: Ref("the stack"),
-                },
-            )
-            for index in range(4)
-        ]
+        self.actors = [ScriptedActor(index, self.scripts(index)) for index in range(4)]
         hosts = [f"h{index}" for index in range(4)]
         self.watch = Watch(ray, plan, self.actors, hosts, ray)  # type: ignore[arg-type]
         self.watch.record_heartbeats(dict(enumerate(self.reports)))
         self.watch.add_streams({stream: index for index, stream in enumerate(self.streams)})
+
+    def scripts(self, index: int) -> Dict[str, Callable[..., Any]]:
+        abort = lambda: self.abort(index)  # noqa: E731
+        return {"beat": lambda: self.beat(index), "abort_collectives": abort, "stack": lambda: Ref("the stack")}
 
     def beat(self, index: int) -> Ref:
         if index == self.frozen:
             return Ref(None, NEVER)
         return Ref(dataclasses.replace(self.reports[index], duration_s=self.duration_s()))
 
+    def end_streams(self) -> None:
+        for stream in self.streams:
+            stream.end_s = 0.0
+        self.follow()
+
     def abort(self, index: int) -> Ref:
         self.streams[index].end_s = 0.0
         return Ref(None)
 
     def die(self, index: int) -> None:
-        self.streams[index].items.append((0.0, ActorDied("its process ended")))
+        self.streams[index].items.append((0.0, DEATH))
 
     def follow(self, on_tick: Callable[[], None] = lambda: None) -> Tuple[List[Any], Any]:
-        """Return all yielded items, and the error."""
         found = []
         try:
             for index, item in self.watch.follow():
@@ -84,29 +92,20 @@ def fleet(make: Callable[..., Plan], ray: ScriptedRay) -> Fleet:
     return Fleet(ray, make(pod={"replicas": 4, "num_instances": 4}))
 
 
-def test_all_ready_results_and_items_are_taken_with_two_waits(ray: ScriptedRay) -> None:
+def test_all_that_is_ready_is_taken_with_two_waits_and_an_error_is_that_of_its_reference(ray: ScriptedRay) -> None:
     results, streams = [Ref(number) for number in range(64)], [Stream([(0.0, "item")]) for _ in range(64)]
     late = [Ref("late", NEVER), Stream([(NEVER, "late")])]
-    refs = [*results, *late, *streams]
-    arrivals = take_ready(ray, refs, 1.0)
+    arrivals = take_ready(ray, [*results, *late, *streams], 1.0)
     assert [each.ref for each in arrivals] == [*results, *streams]
     assert [each.value for each in arrivals] == [*range(64), *["item"] * 64]
-    assert [each.is_finished for each in arrivals] == [True] * 64 + [False] * 64
-    assert ray.waits == 2
+    assert ([each.is_finished for each in arrivals], ray.waits) == ([True] * 64 + [False] * 64, 2)
     ends = take_ready(ray, [*late, *streams], 1.0)
     assert [(each.value, each.is_finished) for each in ends] == [(NO_VALUE, True)] * 64
-
-
-def test_an_error_is_that_of_its_reference_only(ray: ScriptedRay) -> None:
-    died = ActorDied("its process ended")
-    good, bad = take_ready(ray, [Ref(1), Ref(died)], 1.0)
+    good, bad = take_ready(ray, [Ref(1), Ref(DEATH)], 1.0)
     assert (good.value, good.error, good.is_finished) == (1, None, True)
-    assert (bad.error, bad.is_finished) == (died, True)
-
-
-def test_the_wait_is_bounded(ray: ScriptedRay) -> None:
-    assert take_ready(ray, [Ref(1, NEVER)], 0.5) == []
-    assert ray.now_s == 1000.5
+    assert (bad.error, bad.is_finished) == (DEATH, True)
+    began_s = ray.now_s
+    assert (take_ready(ray, [Ref(1, NEVER)], 0.5), ray.now_s) == ([], began_s + 0.5)
     assert take_ready(ray, [], 0.5) == []
 
 
@@ -118,8 +117,7 @@ def test_a_long_interval_between_two_polls_is_a_pause(ray: ScriptedRay) -> None:
     assert pauses.poll() == 18.0  # the first two seconds count, or many pauses would keep a timeout from ending
     assert pauses.poll() == 0.0
     ray.now_s += 1.0
-    assert pauses.within(0.5, ray.now_s) == 0.0
-    assert pauses.within(11.0, ray.now_s) == 10.0
+    assert (pauses.within(0.5, ray.now_s), pauses.within(11.0, ray.now_s)) == (0.0, 10.0)
     assert pauses.within(100.0, ray.now_s) == 18.0
 
 
@@ -142,13 +140,13 @@ def pause(fleet: Fleet, answers: Dict[int, Ref]) -> Callable[[], None]:
 def test_reports_that_arrive_during_a_pause_are_yielded_if_an_instance_dies_in_it(fleet: Fleet) -> None:
     for index, stream in enumerate(fleet.streams):
         stream.items.append((1000.5, f"second report {index}"))
-    found, broken = fleet.follow(pause(fleet, {3: Ref(ActorDied("its process ended"), 1000.2)}))
+    found, broken = fleet.follow(pause(fleet, {3: Ref(DEATH, 1000.2)}))
     assert sorted(found) == sorted(f"{which} {index}" for index in range(4) for which in ("report", "second report"))
     assert lost(broken) == [(3, "died")]
 
 
 def test_survivors_that_have_answered_the_pause_are_released(fleet: Fleet) -> None:
-    pausing = pause(fleet, {3: Ref(ActorDied("its process ended"), 1001.0)})
+    pausing = pause(fleet, {3: Ref(DEATH, 1001.0)})
     fleet.reports[:3] = [HeartbeatReport(index, IDLE, 1.0, 2, 0.5, False) for index in range(3)]
     _, broken = fleet.follow(pausing)
     assert lost(broken) == [(3, "died")]
@@ -159,8 +157,7 @@ def test_survivors_that_have_answered_the_pause_are_released(fleet: Fleet) -> No
 def test_an_instance_that_does_not_answer_a_pause_is_silent_and_the_others_survive(fleet: Fleet) -> None:
     fleet.frozen = 3
     _, broken = fleet.follow(pause(fleet, {3: Ref(None, NEVER)}))
-    assert lost(broken) == [(3, "silent")]
-    assert fleet.ray.killed == [3]
+    assert (lost(broken), fleet.ray.killed) == ([(3, "silent")], [3])
 
 
 def hold_the_lock(fleet: Fleet, index: int, calls_s: float, activity: str = IN_CALL) -> None:
@@ -213,12 +210,8 @@ def test_a_call_on_ipus_may_take_minutes_but_not_without_the_others(fleet: Fleet
 
 
 @pytest.mark.parametrize("loads_s", [60.0, 120.0])
-def test_an_evaluation_that_loads_its_program_is_not_ended_by_a_request_that_it_cannot_answer(
-    fleet: Fleet, loads_s: float
-) -> None:
-    for stream in fleet.streams:
-        stream.end_s = 0.0
-    fleet.follow()
+def test_an_evaluation_that_loads_is_not_ended_by_another_request(fleet: Fleet, loads_s: float) -> None:
+    fleet.end_streams()
     hold_the_lock(fleet, 3, calls_s=0.5, activity="evaluate")
     ends_s = fleet.ray.now_s + loads_s
     refs = {Ref("evaluated", ends_s if index == 3 else 0.0): index for index in range(4)}
@@ -270,19 +263,15 @@ def test_a_survivor_that_uses_cpu_time_may_end_its_collectives_late(fleet: Fleet
 
 
 def test_the_results_that_arrived_before_a_loss_are_kept(fleet: Fleet) -> None:
-    for stream in fleet.streams:
-        stream.end_s = 0.0
-    fleet.follow()
-    refs = {Ref("saved"): 0, Ref(ActorDied("its process ended")): 1}
+    fleet.end_streams()
+    refs = {Ref("saved"): 0, Ref(DEATH): 1}
     with pytest.raises(FleetBroken) as caught:
         fleet.watch.results(refs, "finish_saves of all instances", BOUND)
     assert caught.value.results == {0: "saved"}
 
 
 def test_a_request_has_a_timeout_that_does_not_count_pauses_of_this_process(fleet: Fleet) -> None:
-    for stream in fleet.streams:
-        stream.end_s = 0.0
-    fleet.follow()
+    fleet.end_streams()
     wait, stopped = fleet.ray.wait, []
 
     def stop_once(*arguments: Any, **options: Any) -> Any:
@@ -324,9 +313,7 @@ def test_the_time_in_which_the_whole_host_stood_still_makes_no_instance_stuck(fl
     assert lost(broken) == [(2, "silent")]
 
 
-def test_a_pause_while_the_survivors_end_their_calls_makes_none_stuck(
-    make: Callable[..., Plan], ray: ScriptedRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pause_of_survivors(make: Callable[..., Plan], ray: ScriptedRay, monkeypatch: pytest.MonkeyPatch) -> None:
     pod, bounds = {"replicas": 4, "num_instances": 4}, {"silent_after_s": 6, "stop_timeout_s": 10}
     fleet = Fleet(ray, make(pod=pod, run=bounds))
     fleet.streams[0].items.append((0.0, TaskError(CollectiveBroken(0, "timed out"))))
@@ -344,14 +331,13 @@ def test_a_pause_while_the_survivors_end_their_calls_makes_none_stuck(
     fleet.frozen = 2
     monkeypatch.setattr(fleet, "abort", abort)
     _, broken = fleet.follow()
-    assert {*released} == {0, 1, 3}
-    assert lost(broken) == [(2, "silent")]
+    assert ({*released}, lost(broken)) == ({0, 1, 3}, [(2, "silent")])
 
 
 def test_the_death_of_an_instance_is_the_cause_of_the_errors_of_the_others(fleet: Fleet) -> None:
     for index in range(3):
         fleet.streams[index].items.append((0.0, TaskError(CollectiveBroken(index, "connection reset"))))
-    fleet.streams[3].items.append((1000.8, ActorDied("its process ended")))
+    fleet.streams[3].items.append((1000.8, DEATH))
     _, broken = fleet.follow()
     assert lost(broken) == [(3, "died")]
 
@@ -376,7 +362,90 @@ def test_an_exception_in_an_instance_is_its_loss_unless_the_user_made_a_mistake(
         with pytest.raises(ClusterError, match="^no address in data_network$"):
             fleet.follow()
         return
-    _, broken = fleet.follow()
-    (loss,) = broken.losses
+    (loss,) = fleet.follow()[1].losses
     assert (loss.instance, loss.host, loss.kind, loss.cause) == (2, "h2", "raised", "ValueError: no such layer")
     assert loss.log_file.endswith("/logs/instance-2.log")
+
+
+OF_RAY = (
+    "[2026 E 8 9] logging.cc:118: Unhandled exception: 1E. what(): new /a/_raylet.so(+0x18) [0x7f] ray::operator<<()"
+)
+HEADER, NO_EXCEPTION = "instance 1 of 2, pid 8: ", "terminate called without an active exception"
+PLACE = "in string_at, /a/ctypes/__init__.py line 519"
+BUS_ERROR = "a memory-mapped file was truncated, or its disk is full or gone"
+OLD = "instance 1 of 2, pid 7: started on a\nterminate called after throwing an instance of 'E'\n  what():  old\n"
+SIGSEGV = "*** SIGSEGV received at time=1795714240 on cpu 0 ***\nPC: @     0x7f6976985ad8  (unknown)  (unknown)\n"
+FAULT = (
+    "Fatal Python error: Segmentation fault\n\nStack (most recent call first):\n"
+    '  File "/a/ctypes/__init__.py", line 519 in string_at\n  File "/a/data.py", line 9 in __getitem__\n\n'
+    "Extension modules: a._b (total: 1)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "exception"),
+    [
+        ("", None),
+        (OLD, None),  # another process: the log of this one is on another host
+        (f"{OLD}{HEADER}started on a\nx\n", ""),
+        (f"{OLD}{HEADER}started on a\n{OF_RAY}\n/a.so(+0x18) [0x7f] f()\n", "what(): new"),
+        (f"{OLD}{HEADER}started on a\n  what():  new:  gone\nAborted\n\udcff\n", "what(): new: gone"),
+        (f"{HEADER}a\n{NO_EXCEPTION}\n", NO_EXCEPTION),
+        (f"{HEADER}a\n{SIGSEGV}{FAULT}", f"segmentation fault {PLACE}"),
+        (f"{HEADER}a\n{FAULT.replace('Segmentation fault', 'Bus error')}", f"bus error {PLACE}: {BUS_ERROR}"),
+        (f"{HEADER}a\n{SIGSEGV}", "signal SIGSEGV"),
+        (f"{HEADER}a\n  what():  no\nFatal Python error: Aborted\n", "what(): no"),
+    ],
+)
+def test_the_exception_is_that_of_the_process(tmp_path: Path, log: str, exception: str) -> None:
+    (tmp_path / "log").write_bytes(log.encode(errors="surrogateescape"))
+    assert exception_in(str(tmp_path / "log"), HEADER) == exception
+    assert exception_in(str(tmp_path / "none"), HEADER) is None
+
+
+DOES_NOT_ANSWER = "its process or its host does not answer"
+DETAIL = "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file."
+ENDED = "The actor died unexpectedly before finishing this task.\n\tpid: 7\n"
+SILENT_END = "its process died: it ended without a message, as a process does that is killed or out of memory"
+CAUSES = [" Some common causes include: (1) killed", " There are some potential root causes. (1) SIGKILL (2)"]
+NO_ANSWER = (
+    "The actor 0e02 is unavailable: RpcError: RPC error: {}. The task may or may not have been executed on the actor."
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        *((f"{ENDED}{DETAIL}{rest}", SILENT_END) for rest in ("", *CAUSES)),
+        (NO_ANSWER.format("Socket closed rpc_code: 14"), f"{DOES_NOT_ANSWER} (connection closed)"),
+        (
+            NO_ANSWER.format("Deadline\n Exceeded rpc_code: 4"),
+            f"{DOES_NOT_ANSWER} (RpcError: RPC error: Deadline Exceeded rpc_code: 4)",
+        ),
+    ],
+)
+def test_deaths_without_a_message_and_hosts_that_do_not_answer_are_described(message: str, reason: str) -> None:
+    assert death_reason(message) == reason
+
+
+@pytest.mark.parametrize(
+    ("exception", "cause"),
+    [
+        ("", SILENT_END),
+        ("segmentation fault in f, a.py line 9", "its process died: it crashed (segmentation fault in f, a.py line 9)"),
+        ("what(): no device", "its process died: it crashed (what(): no device)"),
+    ],
+)
+def test_a_known_cause(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Plan], exception: str, cause: str) -> None:
+    monkeypatch.setattr(ray_wait, "exception_in", lambda log_file, header: exception)
+    assert ray_wait.death_causes(ScriptedRay(monkeypatch), make(), {1: ENDED + DETAIL}) == {1: cause}
+
+
+def test_a_host_on_which_no_process_starts_is_named(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Plan]) -> None:
+    monkeypatch.setattr(ray_wait, "exception_in", lambda log_file, header: None)
+    monkeypatch.setattr(ray_wait, "node_affinity", lambda node: {"node": node["NodeID"]})
+    ray = ScriptedRay(monkeypatch, node("10.0.0.12"))
+    ray.start = lambda options, *arguments: Ref(WorkerCrashed())
+    error = f"{ENDED}\tip: 10.0.0.12\n{DETAIL}"
+    cause = "it crashed (the next process that Ray started there ended, too: is a disk of that host full?)"
+    assert ray_wait.death_causes(ray, make(), {1: error}) == {1: f"its process died: {cause}"}

@@ -72,7 +72,6 @@ def test_checkpoints_are_sent_to_the_disk_of_the_coordinator_and_loaded_from_it(
         cluster = Cluster("apart", tuple(Host(each, each) for each in addresses))
         part = run(plan_of(20, cluster))
         valid, damaged = newest_valid(checkpoints)
-        assert valid is not None
         assert (valid.update, valid.manifest.weights_sha256, damaged) == (20, part.sha256, [])
 
         def kill_all(plan: Plan) -> None:
@@ -85,10 +84,6 @@ def test_checkpoints_are_sent_to_the_disk_of_the_coordinator_and_loaded_from_it(
     assert outcome.updates == list(range(21, 61))
     assert [Path(repair.seeded_from) for repair in outcome.repairs] == [checkpoints / "update-00000040"]
     shutil.rmtree(str(run_dir))
-    whole = plan_for(
-        tmp_path,
-        run={"fleet": "inline"},
-        pod={"num_instances": 1},
-        training={"updates": 60, "lr_schedule": "constant"},
-    )
-    assert run(whole).sha256 == outcome.sha256
+    training = {"updates": 60, "lr_schedule": "constant"}
+    whole = run(plan_for(tmp_path, run={"fleet": "inline"}, pod={"num_instances": 1}, training=training))
+    assert whole.sha256 == outcome.sha256

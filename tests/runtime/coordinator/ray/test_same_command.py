@@ -68,7 +68,6 @@ def test_the_same_command_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def kill_the_coordinator(folder: Path, after_update: int) -> None:
     train(folder, "--detach", "--updates", "4000")
     state = run_state.read(folder)
-    assert state is not None
     coordinator = psutil.Process(state.pid)
     try:
         assert wait_until(lambda: newest(folder) > after_update)
@@ -105,7 +104,6 @@ def preempt_the_first_process(folder: Path) -> None:
     assert_gone(processes)
     assert not (folder.parent / "waited").exists()
     state = run_state.read(folder)
-    assert state is not None
     assert (state.state, state.update) == (run_state.PREEMPTED, newest(folder))
     assert (state.pid == 1) is bool(within)
     assert summary(folder)["preempted"]

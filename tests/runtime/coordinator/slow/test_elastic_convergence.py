@@ -44,9 +44,8 @@ def test_the_loss_stays_within_the_spread_of_seeds(losses: Dict[str, List[List[f
     plain, elastic = losses["plain"], losses["elastic"]
     assert all(len(each) == UPDATES for each in plain + elastic)
     for begin in range(0, UPDATES, WINDOW):
-        means = {
-            kind: [statistics.mean(each[begin : begin + WINDOW]) for each in runs] for kind, runs in losses.items()
-        }
+        part = slice(begin, begin + WINDOW)
+        means = {kind: [statistics.mean(each[part]) for each in runs] for kind, runs in losses.items()}
         low, high = min(means["plain"]), max(means["plain"])
         spread = high - low
         assert low - spread / 2 <= statistics.mean(means["elastic"]) <= high + spread / 2, f"from update {begin}"

@@ -10,10 +10,9 @@ import torch
 
 from raypod.events import UpdateDone
 from raypod.plan.plan import Plan
-from raypod.runs.metrics import MetricsAggregator
-from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.inline import InlineFleet
 from raypod.training.checkpoint import writer
+from tests.support.scripted_runs import events_of, of
 
 VIT = {"model": "vit_tiny", "optimizer": "adam", "learning_rate": 0.001, "updates": 120}
 
@@ -30,15 +29,9 @@ VIT = {"model": "vit_tiny", "optimizer": "adam", "learning_rate": 0.001, "update
         ({"optimizer": "adamw", "learning_rate": 0.003}, 0.8, torch.float32),
     ],
 )
-def test_half_precision_and_the_other_optimizers_train(
-    make: Callable[..., Plan], flags: Any, least: float, dtype: torch.dtype
-) -> None:
+def test_precisions_optimizers_train(make: Callable[..., Plan], flags: Any, least: float, dtype: torch.dtype) -> None:
     plan = make(training={"updates": 60, **flags}, run={"fleet": "inline", "device": "emulated"})
-    losses = [
-        event.loss
-        for event in coordinator.run(plan, InlineFleet(plan), MetricsAggregator(plan, 0.0))
-        if isinstance(event, UpdateDone)
-    ]
+    losses = [event.loss for event in of(events_of(plan, InlineFleet(plan)), UpdateDone)]
     assert sum(losses[-10:]) < least * sum(losses[:10])
     checkpoint = Path(plan.run_dir) / "checkpoints" / f"update-{plan.total_updates:08d}"
     first, *_ = writer.load_checkpoint(checkpoint)["weights"].values()

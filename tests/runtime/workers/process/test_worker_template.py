@@ -51,8 +51,6 @@ class Services:
 
 
 class Host:
-    """A host whose raylet uses a template."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.services = folder, Services()
         self.template = ray_template.Template()
@@ -84,7 +82,6 @@ class Host:
         return {**json.loads((self.folder / "out").read_text()), "started": process.pid}
 
     def log(self) -> str:
-        """Return what the template has written to Ray's logs."""
         return (self.folder / worker_template.LOG).read_text()
 
 
@@ -118,51 +115,46 @@ def test_a_worker_is_forked_with_torch_and_has_what_the_raylet_gave_it(host: Hos
     assert "differs" not in host.log()
 
 
-def test_a_worker_that_is_no_fork_is_executed(host: Host) -> None:
+def test_a_worker_that_is_no_fork_and_a_request_that_was_given_up(host: Host, tmp_path: Path) -> None:
     worker = host.worker(OMP_NUM_THREADS="3", NEW="")
     assert (worker["script"], worker["has_torch"]) == ("default_worker.py", False)
     assert worker["pid"] == worker["started"]
     assert host.log() == "not forked, because its environment differs: NEW, OMP_NUM_THREADS\n"
     assert host.worker("other.py")["script"] == "other.py"  # as Ray's setup_worker.py, for a runtime environment
-    host.template.close()
-    assert host.worker()["script"] == "default_worker.py"
-
-
-def test_a_request_that_was_given_up_starts_no_worker(host: Host, tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    (tmp_path / "default_worker.py").write_text(f"open({str(marker)!r}, 'a')")
-    request = {
-        "arguments": [str(tmp_path / "default_worker.py")],
-        "environment": host.services.environment,
-        "folder": "/",
-        "descriptors": [],
-        "niceness": 0,
-        "oom_score": "0",
-    }
-    text = json.dumps(request).encode()
+    default, marker = tmp_path / "default_worker.py", tmp_path / "marker"
+    worker_text = default.read_text()
+    default.write_text(f"open({str(marker)!r}, 'a')")
+    request = {"arguments": [str(default)], "environment": host.services.environment, "folder": "/"}
+    text = json.dumps({**request, "descriptors": [], "niceness": 0, "oom_score": "0"}).encode()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(host.services.environment["RAYPOD_TEMPLATE"])
         connection.sendall(len(text).to_bytes(4, "little") + text)
         assert connection.recv(1) == b"y"
     assert wait_until(lambda: not psutil.Process(host.template.pid).children(), WITHIN_S)
     assert not marker.exists()
+    default.write_text(worker_text)
+    host.template.close()
+    assert host.worker()["script"] == "default_worker.py"
 
 
-def test_other_users_neither_reach_a_template_nor_stand_for_one(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_users_cannot_reach_it_and_it_ends_with_the_raylet(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.worker()
     path = Path(host.services.environment["RAYPOD_TEMPLATE"])
     assert (path.is_socket(), path.parent) == (True, host.folder), "a folder of mode 0700"
-    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)  # as if the socket were another user's
-    with pytest.raises(PermissionError, match="a template of another user"):
-        worker_request.fork(str(path), ["default_worker.py"])
     left, right = socket.socketpair()
-    with left, right, pytest.raises(PermissionError, match="a process of another user"):
-        worker_template.receive(left)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getuid", lambda: os.geteuid() + 1)  # as if the socket were another user's
+        with pytest.raises(PermissionError, match="a template of another user"):
+            worker_request.fork(str(path), ["default_worker.py"])
+        with left, right, pytest.raises(PermissionError, match="a process of another user"):
+            worker_template.receive(left)
+    host.raylet.kill()
+    host.raylet.wait()
+    assert wait_until(lambda: psutil.Process(host.template.pid).status() == psutil.STATUS_ZOMBIE)
 
 
 @pytest.mark.parametrize("logs", [None, "long" * 30], ids=["no logs", "no place for the socket"])
-def test_a_raylet_that_cannot_use_the_template_is_started_as_it_is(
-    processes: None, tmp_path: Path, logs: Optional[str]
-) -> None:
+def test_a_raylet_without_a_template_is_started_as_it_is(processes: None, tmp_path: Path, logs: Optional[str]) -> None:
     template, services = ray_template.Template(), Services()
     command = ["/raylet/raylet", f"--python_worker_command={sys.executable}"]
     command += [f"--log_dir={tmp_path / logs}"] if logs else []
@@ -201,16 +193,7 @@ def test_the_descriptors_of_a_broken_request_are_closed(text: bytes) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_the_template_ends_with_the_raylet(host: Host) -> None:
-    host.worker()
-    host.raylet.kill()
-    host.raylet.wait()
-    assert wait_until(lambda: psutil.Process(host.template.pid).status() == psutil.STATUS_ZOMBIE)
-
-
-def test_a_template_whose_packages_start_threads_forks_nothing(
-    processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_with_threads_forbid_forks(processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     thread = "import threading, time; threading.Thread(target=time.sleep, args=(300,)).start()"
     (tmp_path / "poptorch.py").write_text(thread)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

@@ -6,8 +6,6 @@ import contextlib
 import errno
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
@@ -15,16 +13,13 @@ from typing import Any, Dict, Iterator, List
 import psutil
 import pytest
 
-from raypod.errors import ClusterError, InstanceFailed, WaitTimedOut
+from raypod.errors import ClusterError, WaitTimedOut
 from raypod.plan.cluster import LOCAL, Cluster, Host
 from raypod.plan.placement import Placement, Sizes, place
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
-from raypod.runs.metrics import MetricsAggregator
-from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.fleet import FleetBroken
 from raypod.runtime.workers.ray import RayFleet
-from raypod.runtime.workers.ray_nodes import draining_nodes
 from raypod.runtime.workers.ray_reservation import Reservation, node_affinity, reserve
 from raypod.runtime.workers.ray_server import serve_here, serve_on
 from raypod.training.tasks.registry import facts_of
@@ -49,7 +44,6 @@ def ray(pod: RayCluster) -> Any:
 
 @pytest.fixture
 def nodes(ray: Any) -> List[Dict[str, Any]]:
-    """The nodes on other hosts than this process."""
     remote = [node for node in ray.nodes() if node["NodeManagerAddress"] in (SECOND_HOST, THIRD_HOST)]
     return sorted(remote, key=lambda node: str(node["NodeID"]))
 
@@ -81,9 +75,7 @@ def nothing_is_left(ray: Any) -> bool:
     return not instance_processes() and all(group["state"] == "REMOVED" for group in groups)
 
 
-def test_instances_have_their_environment_and_network_and_heartbeats(
-    ray: Any, two_hosts: Cluster, tmp_path: Path
-) -> None:
+def test_instances_have_environment_network_and_heartbeats(ray: Any, two_hosts: Cluster, tmp_path: Path) -> None:
     fleet = RayFleet(plan_for(tmp_path, two_hosts))
     try:
         assert [each.host for each in fleet.start()] == [host.name for host in two_hosts.hosts]
@@ -120,36 +112,6 @@ def test_a_replacement_that_starts_while_another_instance_dies_is_known(ray: Any
         fleet.close()
 
 
-DATA = """
-import os, signal, torch
-class Data:
-    def __init__(self, samples, how): self.samples, self.how, self.made = samples, how, 0
-    def __len__(self): return self.samples
-    def __getitem__(self, index):
-        self.made += 1
-        if self.made > 100 and os.environ["POPDIST_REPLICA_INDEX_OFFSET"] == "2":
-            if self.how == "die": os.kill(os.getpid(), signal.SIGKILL)
-            raise OSError("the disk is gone")
-        return torch.zeros(1, 8, 8), index % 2
-def die(folder): return Data(2000, "die"), Data(8, ""), 2
-def fail(folder): return Data(2000, "fail"), Data(8, ""), 2
-"""
-
-
-def test_an_instance_that_fails_or_dies_during_a_segment_is_named_while_the_others_wait(
-    ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bad_data.py").write_text(DATA)
-    monkeypatch.chdir(tmp_path)
-    causes = {"fail": r"OSError: the disk is gone \(bad_data.py:\d+, in __getitem__\)", "die": "its process died: .*"}
-    for how, cause in causes.items():
-        plan = plan_for(tmp_path / how, data={"dataset": f"bad_data:{how}"})
-        with pytest.raises(InstanceFailed, match=f"instance 1 on host localhost failed: {cause}; its log:") as caught:
-            list(coordinator.run(plan, RayFleet(plan), MetricsAggregator(plan, 0.0)))
-        assert caught.value.log_file == plan.log_file(1)
-        assert wait_until(lambda: nothing_is_left(ray))
-
-
 def placement_of(nodes: List[Dict[str, Any]], replicas: int) -> Placement:
     hosts = tuple(Host(f"host{number}", str(node["NodeManagerAddress"])) for number, node in enumerate(nodes))
     return place(Cluster("same", hosts), Sizes(replicas, len(hosts), 1), 1)
@@ -162,9 +124,8 @@ def nodes_of_actors(ray: Any, reservation: Reservation) -> List[str]:
         def node_id(self) -> str:
             return str(ray.get_runtime_context().get_node_id())
 
-    actors = [
-        ray.remote(Probe).options(**reservation.options(host, 1)).remote() for host in range(len(reservation.indexes))
-    ]
+    options = [reservation.options(host, 1) for host in range(len(reservation.indexes))]
+    actors = [ray.remote(Probe).options(**each).remote() for each in options]
     found: List[str] = ray.get([actor.node_id.remote() for actor in actors], timeout=COMMAND_S)
     for actor in actors:
         ray.kill(actor)
@@ -172,8 +133,6 @@ def nodes_of_actors(ray: Any, reservation: Reservation) -> List[str]:
 
 
 def take(ray: Any, node: Dict[str, Any]) -> Any:
-    """Return an actor that has all IPUs of a node."""
-
     class Guest:
         def is_here(self) -> bool:
             return True
@@ -215,8 +174,6 @@ def disk_class() -> type:
     """Return a local class: Ray cannot import test modules in its workers, and copies the class instead."""
 
     class Disk:
-        """Stores bytes in memory."""
-
         def __init__(self, name: str) -> None:
             self._content = name.encode()
 
@@ -236,9 +193,7 @@ def disk_class() -> type:
     return Disk
 
 
-def test_an_instance_uses_an_object_on_another_host_which_starts_again_on_the_coordinators(
-    ray: Any, two_hosts: Cluster
-) -> None:
+def test_an_instance_uses_an_object_on_another_host_that_starts_again(ray: Any, two_hosts: Cluster) -> None:
     server = serve_here(ray, disk_class(), "ab")
     use = ray.remote(lambda copy: [copy.result(copy.request("append", bytes(3 << 20)), 60) for _ in range(2)])
     assert ray.get(use.remote(server), timeout=COMMAND_S) == [2 + (3 << 20), 2 + 2 * (3 << 20)]
@@ -264,15 +219,3 @@ def test_an_instance_uses_an_object_on_another_host_which_starts_again_on_the_co
     for _ in range(2):
         with pytest.raises(ConnectionError, match=f"^no connection to host {SECOND_HOST}: "):
             other.result(other.request("die"), 60)
-
-
-def test_ray_reports_that_it_drains_a_host(ray: Any, nodes: List[Dict[str, Any]]) -> None:
-    """The last test of this cluster: Ray schedules nothing on a drained host."""
-    assert draining_nodes() == set()
-    guest = take(ray, nodes[0])  # Ray ends a drained host at once on which nothing runs
-    reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
-    command = [str(Path(sys.executable).parent / "ray"), "drain-node", *reason, "--node-id", nodes[0]["NodeID"]]
-    address = ["--address", ray.get_runtime_context().gcs_address, "--deadline-remaining-seconds", "600"]
-    subprocess.run([*command, *address], check=True, capture_output=True, timeout=COMMAND_S)
-    assert wait_until(lambda: draining_nodes() == {nodes[0]["NodeID"]})
-    ray.kill(guest)
