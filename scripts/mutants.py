@@ -407,7 +407,9 @@ def main() -> None:
     """Run a subcommand."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose tests run (default: this one)")
-    parser.add_argument("--mutants", type=Path, help="a mutants.json of `trace` (default: chosen in --tree by the seed)")
+    parser.add_argument(
+        "--mutants", type=Path, help="a mutants.json of `trace` (default: chosen in --tree by the seed)"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list").set_defaults(run=show)
     tracing = commands.add_parser("trace")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
+import threading
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -71,3 +73,17 @@ def test_an_instance_is_bound_to_the_data_network_and_a_host_outside_it_is_named
     outside = r"has no address in metadata\.raypod\.data_network 10\.213\.0\.0/30; it has lo "
     with pytest.raises(ClusterError, match=outside):
         ProcessGroup("10.213.0.0/30").data_address()
+
+
+def test_the_output_of_a_call_is_complete_when_it_returns() -> None:
+    process: Any = object.__new__(FunctionProcess)
+    reader, writer = os.pipe()
+    process._pipes, process._output_lock = [reader], threading.Lock()
+    os.write(writer, b"late")
+    thread = threading.Timer(0.1, os.read, (reader, 100))
+    thread.start()
+    process._collect_output()
+    assert not select.select([reader], [], [], 0)[0]
+    thread.join()
+    os.close(reader)
+    os.close(writer)
