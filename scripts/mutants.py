@@ -7,9 +7,10 @@
 
 `trace` runs the tests in a copy of the checkout in which every function that can be mutated records the tests that
 execute it, also in the processes that a test starts. `kill` applies one mutant after the other to a copy and runs only
-the tests that execute its function, the quickest first, until one fails or the time limit ends. `--tree` names another
-checkout, such as an earlier version, and `--mutants` the mutants.json of its trace, because the seed chooses others as
-soon as functions are added or moved. A mutant is found again by its file, function, and source text.
+the tests that execute its function, those of its package and the quickest first, until one fails or a time limit ends.
+`--tree` names another checkout, such as an earlier version, and `--mutants` the mutants.json of its trace, because the
+seed chooses others as soon as functions are added or moved. A mutant is found again by its file, function, and source
+text.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ MUTANTS = "mutants.json"  # in the folder of a trace
 # Mutants that no test can find, with the reason.
 EQUIVALENT: Dict[str, str] = {
     "raypod/training/checkpoint/snapshots.py:SnapshotMemory.place: 0 -> 1 #0": "Linux knows the start of this process",
+    "raypod/emulated_sdk/poptorch/device/execute/weight_update.py:NoUpdate.scales: "
+    "return Scales(1.0, 1.0) -> return None #0": "read for the gradients and the scale of a training only",
     "raypod/system/remote/store.py:Digests.__init__: 0 -> 1 #0": "without checksums, the size of the parts is not used",
     "raypod/training/data/packed_samples.py:_encoded: False -> True #0": "`form_of` has refused arrays of objects",
 }
@@ -330,7 +333,8 @@ def kill(arguments: argparse.Namespace) -> None:
     def test(mutant: Mutant) -> None:
         copy = copies.get()
         original = (copy / mutant.file).read_text()
-        selected = sorted(tests.get(mutant.place, ()), key=lambda each: durations[each])
+        own = f"tests/{mutant.package}/"
+        selected = sorted(tests.get(mutant.place, ()), key=lambda each: (not each.startswith(own), durations[each]))
         try:
             apply(mutant, copy)
             began = time.monotonic()
@@ -356,7 +360,7 @@ def kill(arguments: argparse.Namespace) -> None:
         print(mutant.name, results[mutant.name], flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(test, mutants))
+        list(pool.map(test, sorted(mutants, key=lambda each: len(tests.get(each.place, ())))))
     shutil.rmtree(folder)
 
 
@@ -378,7 +382,7 @@ def _first_failure(names: List[str], copy: Path, limit_s: float) -> str:
             return "time limit"
         output.seek(0)
         text = output.read()
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
     if code < 0:
         return f"signal {-code}"
     if code not in (0, 1) and not failed:
@@ -408,9 +412,7 @@ def main() -> None:
     """Run a subcommand."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose tests run (default: this one)")
-    parser.add_argument(
-        "--mutants", type=Path, help="a mutants.json of `trace` (default: those of the seed)"
-    )
+    parser.add_argument("--mutants", type=Path, help="a mutants.json of `trace` (default: those of the seed)")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list").set_defaults(run=show)
     tracing = commands.add_parser("trace")

@@ -205,6 +205,8 @@ def test_slices_cover_the_length_and_begin_on_cache_lines(length: int) -> None:
     assert [part.start for part in slices[1:]] == [part.stop for part in slices[:-1]]
     assert (slices[0].start, slices[-1].stop) == (0, length)
     assert all(part.start % 16 == 0 or part.start == length for part in slices)
+    sizes = [part.stop - part.start for part in slices]
+    assert max(sizes) - min(sizes) <= 32
 
 
 def test_a_board_needs_the_same_host_and_enough_memory() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
+import importlib.util
 from typing import Callable
 
 import pytest
@@ -66,3 +68,13 @@ def test_torchs_compiler_is_imported_only_when_it_is_asked_for(run_python: Calla
         "print(asks is None or (asks('cpu') in (True, False) and 'torch._dynamo' in sys.modules))"
     )
     assert run_python(before + asked) == "62\nFalse\nTrue\n"
+
+
+def test_a_module_keeps_its_usual_loader() -> None:
+    spec = importlib.machinery.PathFinder.find_spec("colorsys")
+    assert spec is not None
+    usual, spec.loader = spec.loader, torchvision_import._LateLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.__loader__ is spec.loader is usual
+    assert module.rgb_to_hsv(0, 0, 0) == (0, 0, 0)

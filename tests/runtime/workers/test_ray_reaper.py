@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from raypod.runtime.workers import ray_reaper
+from raypod.runtime.workers.ray_processes import RayProcesses
 from tests.support.bounded import wait_until
 
 
@@ -48,3 +49,9 @@ def test_a_leader_that_ended_before_it_was_told(leader: subprocess.Popen[bytes])
     assert ray_reaper.process_of(ended.pid) is None
     assert ray_reaper.members({ended.pid: None}) == []
     assert ray_reaper.members({leader.pid: None}) == []  # its pid belongs to another process by now
+
+
+def test_the_end_of_a_session_waits_for_the_reaper(processes: None) -> None:
+    session = RayProcesses(has_template=False)
+    session.close()
+    assert session._reaper.returncode == 0
