@@ -45,6 +45,8 @@ PACKAGES = (
 MUTANTS = "mutants.json"  # in the folder of a trace
 # Mutants that no test can find, with the reason.
 EQUIVALENT: Dict[str, str] = {
+    "raypod/runtime/launcher/reaper.py:Reaper.run: selector.unregister(0) -> pass #0": "saves CPU time only",
+    "raypod/runtime/launcher/supervision.py:Signals.__init__: False -> True #0": "`handled` sets it, too",
     "raypod/training/checkpoint/snapshots.py:SnapshotMemory.place: 0 -> 1 #0": "Linux knows the start of this process",
     "raypod/emulated_sdk/poptorch/device/execute/weight_update.py:NoUpdate.scales: "
     "return Scales(1.0, 1.0) -> return None #0": "read for the gradients and the scale of a training only",

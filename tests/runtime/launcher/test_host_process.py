@@ -15,6 +15,7 @@ import pytest
 
 from raypod.runtime.launcher import host_process
 from raypod.runtime.launcher.host_process import HostProcess
+from raypod.runtime.launcher.reaper import Reaper
 from raypod.runtime.launcher.records import STDERR, STDOUT, HostReport, Program, ProgramEnd
 from raypod.system.process import cpus_of_node, parse_cpu_list
 from tests.support.bounded import wait_until
@@ -217,3 +218,17 @@ def test_cores_of_numa_nodes(tmp_path: Path) -> None:
     assert parse_cpu_list("0-3,8\n") == [0, 1, 2, 3, 8]
     (tmp_path / "node1" / "cpulist").unlink()
     assert cpus_of_node(0, tmp_path) is None  # a single node: no binding
+
+
+def test_the_exit_code_of_a_program_is_reported_when_nothing_of_it_is_left(
+    processes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: List[Tuple[int, int, str]] = []
+    reaper = object.__new__(Reaper)
+    monkeypatch.setattr(reaper, "_report_end", lambda *end: ends.append(end))
+    ended = subprocess.Popen(shell("exit 3"))
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    reaper._running = {ended.pid: 0}
+    reaper._descendants()
+    assert ends == [(0, 3, "exit code 3")]
+    ended.wait()
