@@ -10,6 +10,8 @@ import _pod.reduce
 import _pod.wires
 import pytest
 import torch
+from _pod.gradient_sum import GradientSum
+from poptorch.device.execute.weight_update import WeightUpdate
 
 PLACEMENTS = [(4,), (2, 2), (1, 1, 1, 1), (3, 3), (2, 2, 2), (4, 4), (2, 2, 2, 2), (1, 4), (5, 2, 1), (3, 2, 2, 4)]
 LENGTHS = [0, 1, 3, 1000]
@@ -148,3 +150,15 @@ def test_the_additions_of_a_process_are_numbered_from_its_first_replica() -> Non
     own = [torch.full((4,), float(number)) for number in (2, 3, 4)]
     _pod.reduce._add(own, [(2, 3), (2, 4)], offset=2, start=1, stop=3)
     assert own[0].tolist() == [2.0, 9.0, 9.0, 2.0]
+
+
+def test_a_broken_group_is_closed_when_the_device_is_released() -> None:
+    group = _pod.wires.connect(_pod.reduce.GROUP, 0, 1)
+    update: Any = object.__new__(WeightUpdate)
+    update._sum = object.__new__(GradientSum)
+    update.close_connections()
+    assert _pod.wires.connect(_pod.reduce.GROUP, 0, 1) is group
+    group.abandon("a process is lost")
+    update.close_connections()
+    assert _pod.wires.connect(_pod.reduce.GROUP, 0, 1) is not group
+    _pod.wires.disconnect(_pod.reduce.GROUP)
