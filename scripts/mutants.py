@@ -10,7 +10,7 @@ execute it, also in the processes that a test starts. `kill` applies one mutant 
 the tests that execute its function, those of its package and the quickest first, until one fails or a time limit ends.
 `--tree` names another checkout, such as an earlier version, and `--mutants` the mutants.json of its trace, because the
 seed chooses others as soon as functions are added or moved. A mutant is found again by its file, function, and source
-text.
+text. In place of a test that is no longer there, the tests of its function, file or folder run.
 """
 
 from __future__ import annotations
@@ -320,6 +320,21 @@ def _key(module: str, name: str) -> str:
     return f"{module.replace('.', '/')}.py::{name}"
 
 
+def _wider(test: str) -> List[str]:
+    """Return a test, its function, its file and the folders of it."""
+    file = Path(test.partition("::")[0])
+    return [test, test.partition("[")[0], *map(str, (file, *file.parents))]
+
+
+def _known(tree: Path) -> Set[str]:
+    """Return the tests of a checkout, and what contains them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--all", "-p", "no:cacheprovider"]
+    found = subprocess.run(
+        command, cwd=tree, env=_environment(tree), capture_output=True, text=True, check=False
+    ).stdout
+    return {each for line in found.splitlines() if "::" in line for each in _wider(line)}
+
+
 def kill(arguments: argparse.Namespace) -> None:
     """Test the mutants, `--jobs` at a time; write for each the first test that failed."""
     tests, durations = read_trace(arguments.trace)
@@ -329,6 +344,7 @@ def kill(arguments: argparse.Namespace) -> None:
     mutants = [mutant for mutant in mutants if mutant.name not in results and is_in(mutant, arguments.tree)]
     folder = Path(tempfile.mkdtemp(prefix="mutants-"))
     copies: queue.Queue[Path] = queue.Queue()
+    known = _known(arguments.tree)
     for number in range(arguments.jobs):
         copies.put(_copy(arguments.tree, folder / str(number)))
 
@@ -350,7 +366,10 @@ def kill(arguments: argparse.Namespace) -> None:
                 }
             )
             for suite, names in suites.items():
-                killer = _first_failure(names, copy, arguments.limit_s + 5 * sum(durations[each] for each in names))
+                present = [next(each for each in _wider(name) if each in known) for name in names]
+                killer = _first_failure(
+                    list(dict.fromkeys(present)), copy, arguments.limit_s + 5 * sum(durations[each] for each in names)
+                )
                 if killer:
                     results[mutant.name].update(killed_by=killer, suite=suite)
                     break
