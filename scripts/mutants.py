@@ -7,8 +7,10 @@
 
 `trace` runs the tests in a copy of the checkout in which every function that can be mutated records the tests that
 execute it, also in the processes that a test starts. `kill` applies one mutant after the other to a copy and runs only
-the tests that execute its function, the quickest first, until one fails or the time limit ends. `--tree` names another
-checkout, such as an earlier version. A mutant is found again by its file, function, and source text.
+the tests that execute its function, those of its package and the quickest first, until one fails or a time limit ends.
+`--tree` names another checkout, such as an earlier version, and `--mutants` the mutants.json of its trace, because the
+seed chooses others as soon as functions are added or moved. A mutant is found again by its file, function, and source
+text. In place of a test that is no longer there, the tests of its function, file or folder run.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import tempfile
 import time
 import xml.etree.ElementTree
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 33
@@ -40,9 +42,15 @@ PACKAGES = (
     *("runtime/coordinator", "runtime/workers", "runtime/worker", "runtime/launcher", "training/checkpoint"),
     *("training/data", "runs", "runs/upload", "plan", "system", "emulated_sdk/_pod", "emulated_sdk/poptorch/device"),
 )
+MUTANTS = "mutants.json"  # in the folder of a trace
 # Mutants that no test can find, with the reason.
 EQUIVALENT: Dict[str, str] = {
+    "raypod/runtime/launcher/reaper.py:Reaper.run: selector.unregister(0) -> pass #0": "saves CPU time only",
+    "raypod/runtime/launcher/supervision.py:Signals.__init__: False -> True #0": "`handled` sets it, too",
     "raypod/training/checkpoint/snapshots.py:SnapshotMemory.place: 0 -> 1 #0": "Linux knows the start of this process",
+    "raypod/emulated_sdk/poptorch/device/execute/weight_update.py:NoUpdate.scales: "
+    "return Scales(1.0, 1.0) -> return None #0": "read for the gradients and the scale of a training only",
+    "raypod/system/remote/store.py:Digests.__init__: 0 -> 1 #0": "without checksums, the size of the parts is not used",
     "raypod/training/data/packed_samples.py:_encoded: False -> True #0": "`form_of` has refused arrays of objects",
 }
 
@@ -175,21 +183,44 @@ def candidates(tree: Path, package: str) -> List[Mutant]:
         # A function that returns nothing is the easiest to find: it is taken only where there is no other mutant.
         options = [each for each in options if each.new != "return None"] or options
         mutant = order.choice(options) if options else None
-        if mutant is not None and mutant.name not in EQUIVALENT:
+        if mutant is not None:
             mutants.append(mutant)
         if len(mutants) == CANDIDATES:
             break
     return mutants
 
 
+def _mutants(file: Optional[Path], tree: Path) -> List[Mutant]:
+    if file is None:
+        return [mutant for package in PACKAGES for mutant in candidates(tree, package)]
+    return [Mutant(*each) for each in json.loads(file.read_text())]
+
+
+def _first(mutants: Sequence[Mutant]) -> List[Mutant]:
+    """Return the mutants of each package that are tested."""
+    found = [mutant for mutant in mutants if mutant.name not in EQUIVALENT]
+    return [mutant for package in PACKAGES for mutant in [m for m in found if m.package == package][:PER_PACKAGE]]
+
+
+def _function(mutant: Mutant, source: str) -> Tuple[Any, str]:
+    function = dict(functions(ast.parse(source))).get(mutant.function)
+    return function, ast.get_source_segment(source, function) or "" if function else ""
+
+
+def is_in(mutant: Mutant, tree: Path) -> bool:
+    """Whether a checkout has the text of a mutant; prints a line if not."""
+    path = tree / mutant.file
+    found = path.exists() and _function(mutant, path.read_text())[1].count(mutant.old) > mutant.number
+    if not found:
+        print(f"left out, because it was moved or changed: {mutant.name}")
+    return found
+
+
 def apply(mutant: Mutant, tree: Path) -> None:
     """Write the mutated file."""
     path = tree / mutant.file
     source = path.read_text()
-    function = dict(functions(ast.parse(source))).get(mutant.function)
-    segment = ast.get_source_segment(source, function) or "" if function else ""
-    if segment.count(mutant.old) <= mutant.number:
-        raise SystemExit(f"{mutant.name}: this text is not in {path} (moved or changed?)")
+    function, segment = _function(mutant, source)
     at = -1
     for _ in range(mutant.number + 1):
         at = segment.index(mutant.old, at + 1)
@@ -254,8 +285,9 @@ def _environment(copy: Path) -> Dict[str, str]:
 def trace(arguments: argparse.Namespace) -> None:
     """Run the tests in an instrumented copy; write which tests execute which function, and their durations."""
     arguments.out.mkdir(parents=True)
-    mutants = [mutant for package in PACKAGES for mutant in candidates(arguments.source, package)]
-    mutants = [mutant for mutant in mutants if (arguments.tree / mutant.file).exists()]
+    mutants = _mutants(arguments.mutants, arguments.tree)
+    (arguments.out / MUTANTS).write_text(json.dumps(mutants, indent=1))
+    mutants = [mutant for mutant in mutants if is_in(mutant, arguments.tree)]
     copy = _copy(arguments.tree, Path(tempfile.mkdtemp(prefix="mutants-")) / "tree")
     instrument(mutants, copy, arguments.out / "executed")
     command = [sys.executable, "-m", "pytest", f"--junitxml={arguments.out / 'junit.xml'}", "-q", *arguments.pytest]
@@ -288,24 +320,42 @@ def _key(module: str, name: str) -> str:
     return f"{module.replace('.', '/')}.py::{name}"
 
 
+def _wider(test: str) -> List[str]:
+    """Return a test, its function, its file and the folders of it."""
+    file = Path(test.partition("::")[0])
+    return [test, test.partition("[")[0], *map(str, (file, *file.parents))]
+
+
+def _known(tree: Path) -> Set[str]:
+    """Return the tests of a checkout, and what contains them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--all", "-p", "no:cacheprovider"]
+    found = subprocess.run(
+        command, cwd=tree, env=_environment(tree), capture_output=True, text=True, check=False
+    ).stdout
+    return {each for line in found.splitlines() if "::" in line for each in _wider(line)}
+
+
 def kill(arguments: argparse.Namespace) -> None:
     """Test the mutants, `--jobs` at a time; write for each the first test that failed."""
     tests, durations = read_trace(arguments.trace)
     fast = set(arguments.fast.read_text().splitlines()) if arguments.fast else None
-    mutants = [mutant for package in PACKAGES for mutant in candidates(arguments.source, package)[:PER_PACKAGE]]
+    mutants = _first(_mutants(arguments.mutants or arguments.trace[0] / MUTANTS, arguments.tree))
     results: Dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    mutants = [mutant for mutant in mutants if mutant.name not in results]
+    mutants = [mutant for mutant in mutants if mutant.name not in results and is_in(mutant, arguments.tree)]
     folder = Path(tempfile.mkdtemp(prefix="mutants-"))
     copies: queue.Queue[Path] = queue.Queue()
+    known = _known(arguments.tree)
     for number in range(arguments.jobs):
         copies.put(_copy(arguments.tree, folder / str(number)))
 
     def test(mutant: Mutant) -> None:
         copy = copies.get()
         original = (copy / mutant.file).read_text()
-        selected = sorted(tests.get(mutant.place, ()), key=lambda each: durations[each])
+        own = f"tests/{mutant.package}/"
+        selected = sorted(tests.get(mutant.place, ()), key=lambda each: (not each.startswith(own), durations[each]))
         try:
             apply(mutant, copy)
+            began = time.monotonic()
             results[mutant.name] = {"package": mutant.package, "tests": len(selected)}
             suites = (
                 {"all": selected}
@@ -316,10 +366,14 @@ def kill(arguments: argparse.Namespace) -> None:
                 }
             )
             for suite, names in suites.items():
-                killer = _first_failure(names, copy, arguments.limit_s)
+                present = [next(each for each in _wider(name) if each in known) for name in names]
+                killer = _first_failure(
+                    list(dict.fromkeys(present)), copy, arguments.limit_s + 5 * sum(durations[each] for each in names)
+                )
                 if killer:
                     results[mutant.name].update(killed_by=killer, suite=suite)
                     break
+            results[mutant.name]["seconds"] = round(time.monotonic() - began)
         finally:
             (copy / mutant.file).write_text(original)
             copies.put(copy)
@@ -327,7 +381,7 @@ def kill(arguments: argparse.Namespace) -> None:
         print(mutant.name, results[mutant.name], flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(test, mutants))
+        list(pool.map(test, sorted(mutants, key=lambda each: len(tests.get(each.place, ())))))
     shutil.rmtree(folder)
 
 
@@ -349,12 +403,12 @@ def _first_failure(names: List[str], copy: Path, limit_s: float) -> str:
             return "time limit"
         output.seek(0)
         text = output.read()
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
     if code < 0:
         return f"signal {-code}"
     if code not in (0, 1) and not failed:
         raise SystemExit(f"{' '.join(command[:8])} ended with {code} after {time.monotonic() - began:.0f} s:\n{text}")
-    return failed.group(1) if failed else ""
+    return failed.group(1) if failed else f"exit code {code}" if code else ""
 
 
 def table(arguments: argparse.Namespace) -> None:
@@ -371,16 +425,15 @@ def table(arguments: argparse.Namespace) -> None:
 
 def show(arguments: argparse.Namespace) -> None:
     """Print the mutants of the seed."""
-    for package in PACKAGES:
-        for mutant in candidates(arguments.source, package)[:PER_PACKAGE]:
-            print(mutant.name)
+    for mutant in _first(_mutants(arguments.mutants, arguments.tree)):
+        print(mutant.name)
 
 
 def main() -> None:
     """Run a subcommand."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose tests run (default: this one)")
-    parser.add_argument("--source", type=Path, default=ROOT, help="the checkout in which the mutants are chosen")
+    parser.add_argument("--mutants", type=Path, help="a mutants.json of `trace` (default: those of the seed)")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list").set_defaults(run=show)
     tracing = commands.add_parser("trace")

@@ -15,6 +15,7 @@ import _pod.wires
 import pytest
 import torch
 from _pod.gradient_sum import GradientSum, Placement
+from poptorch.device.execute.weight_update import WeightUpdate
 
 from tests.support.ranks import error_of
 
@@ -297,6 +298,8 @@ def test_slices_cover_the_length_and_begin_on_cache_lines(length: int) -> None:
     assert [part.start for part in slices[1:]] == [part.stop for part in slices[:-1]]
     assert (slices[0].start, slices[-1].stop) == (0, length)
     assert all(part.start % 16 == 0 or part.start == length for part in slices)
+    sizes = [part.stop - part.start for part in slices]
+    assert max(sizes) - min(sizes) <= 32
 
 
 def test_a_board_needs_the_same_host_and_enough_memory_which_is_freed(monkeypatch: Any, tmp_path: Path) -> None:
@@ -340,3 +343,15 @@ def test_the_order_of_additions_affects_the_bits_and_begins_with_the_first_repli
     own = [torch.full((4,), float(number)) for number in (2, 3, 4)]
     _pod.reduce._add(own, [(2, 3), (2, 4)], offset=2, start=1, stop=3)
     assert own[0].tolist() == [2.0, 9.0, 9.0, 2.0]
+
+
+def test_a_broken_group_is_closed_when_the_device_is_released() -> None:
+    group = _pod.wires.connect(_pod.reduce.GROUP, 0, 1)
+    update: Any = object.__new__(WeightUpdate)
+    update._sum = object.__new__(GradientSum)
+    update.close_connections()
+    assert _pod.wires.connect(_pod.reduce.GROUP, 0, 1) is group
+    group.abandon("a process is lost")
+    update.close_connections()
+    assert _pod.wires.connect(_pod.reduce.GROUP, 0, 1) is not group
+    _pod.wires.disconnect(_pod.reduce.GROUP)

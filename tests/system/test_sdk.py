@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
+import importlib.util
 import json
 import os
 import shlex
@@ -321,3 +323,13 @@ def test_the_submission_id_of_an_environment() -> None:
     assert job_driver.submission_id_of(OF_RAY) == "raypod-run-1"
     for other in ({}, {job_driver.JOB_CONFIG: "{"}, {job_driver.JOB_CONFIG: "[]"}, {job_driver.JOB_CONFIG: "{}"}):
         assert job_driver.submission_id_of(other) is None
+
+
+def test_a_module_keeps_its_usual_loader() -> None:
+    spec = importlib.machinery.PathFinder.find_spec("colorsys")
+    assert spec is not None
+    usual, spec.loader = spec.loader, torchvision_import._LateLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.__loader__ is spec.loader is usual
+    assert module.rgb_to_hsv(0, 0, 0) == (0, 0, 0)

@@ -19,6 +19,7 @@ from raypod.runtime.launcher import host_process
 from raypod.runtime.launcher import output as module
 from raypod.runtime.launcher.host_process import HostProcess
 from raypod.runtime.launcher.output import Console, Output
+from raypod.runtime.launcher.reaper import Reaper
 from raypod.runtime.launcher.records import STDERR, STDOUT, HostReport, Program, ProgramEnd
 from raypod.system.process import cpus_of_node, parse_cpu_list
 from tests.support.bounded import wait_until
@@ -315,3 +316,17 @@ def test_flushed_lines_of_a_program_are_on_the_console_and_in_its_log(file: Scre
     assert b"loss 0.5" in file.read()
     assert Path(output.log_file(0)).read_bytes() == b"loss 0.5\nnot yet"
     output.close()
+
+
+def test_the_exit_code_of_a_program_is_reported_when_nothing_of_it_is_left(
+    processes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: List[Tuple[int, int, str]] = []
+    reaper = object.__new__(Reaper)
+    monkeypatch.setattr(reaper, "_report_end", lambda *end: ends.append(end))
+    ended = subprocess.Popen(shell("exit 3"))
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    reaper._running = {ended.pid: 0}
+    reaper._descendants()
+    assert ends == [(0, 3, "exit code 3")]
+    ended.wait()

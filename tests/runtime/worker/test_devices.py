@@ -5,14 +5,18 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, List, Tuple
 
+import poptorch
 import pytest
 
 from raypod.plan.plan import Plan
 from raypod.runtime.worker import devices, environment
 from raypod.runtime.worker.environment import take_cores
+from raypod.runtime.worker.process import InstanceProcess
 from raypod.system import cores
 from raypod.system.sdk import Sdk
 from raypod.training.models import program
@@ -140,3 +144,23 @@ def test_bound_instances_have_their_own_cores(make: Callable[..., Plan], taken: 
     # An instance that is alone on its host has all its cores, and its replicas are spread over the nodes.
     alone = make(pod={"replicas": 2, "num_instances": 1, "bind_cores": True})
     assert taken(alone, 0) == ([], {CPUS: "0,1,2,3;4,5,6,7"})
+
+
+def test_the_release_of_a_device_may_fail_after_the_device_has_failed() -> None:
+    error = poptorch.UnrecoverableError("the weights cannot be read")
+
+    def destroy() -> None:
+        raise error
+
+    models = [SimpleNamespace(isCompiled=lambda: True, destroy=destroy)]
+    guard = devices.CallGuard()
+    with pytest.raises(poptorch.UnrecoverableError, match="cannot be read"):
+        guard.destroy(models)
+    with pytest.raises(poptorch.UnrecoverableError), guard:
+        raise error
+    guard.destroy(models)
+
+
+def test_the_clock_of_an_instance_is_that_of_its_host() -> None:
+    before = time.monotonic()
+    assert before <= InstanceProcess.clock(object.__new__(InstanceProcess)) <= time.monotonic()

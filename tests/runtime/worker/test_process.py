@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import sys
+import threading
 import traceback
 import warnings
 from typing import Any, Callable, Iterator, Optional
@@ -231,3 +233,17 @@ def test_the_process_reports_an_error_of_its_device_and_of_a_peer(
     with pytest.raises(Exception, match=str(error)) as raised, process._convert_peer_errors():
         raise error
     assert (type(raised.value), getattr(raised.value, "recovery_action", None)) == (kind, action)
+
+
+def test_the_output_of_a_call_is_complete_when_it_returns() -> None:
+    process: Any = object.__new__(FunctionProcess)
+    reader, writer = os.pipe()
+    process._pipes, process._output_lock = [reader], threading.Lock()
+    os.write(writer, b"late")
+    thread = threading.Timer(0.1, os.read, (reader, 100))
+    thread.start()
+    process._collect_output()
+    assert not select.select([reader], [], [], 0)[0]
+    thread.join()
+    os.close(reader)
+    os.close(writer)

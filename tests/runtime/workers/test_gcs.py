@@ -18,6 +18,7 @@ import pytest
 
 from raypod.pod import active_runs, stop_cluster
 from raypod.runtime.workers import gcs, ray_reaper
+from raypod.runtime.workers.ray_processes import RayProcesses
 from tests.support.bounded import wait_until
 
 
@@ -181,3 +182,9 @@ def test_a_reused_pid_is_another_session(leader: subprocess.Popen[bytes], monkey
     ended.wait()
     assert ray_reaper.process_of(ended.pid) is None
     assert ray_reaper.members({ended.pid: None}) == []
+
+
+def test_the_end_of_a_session_waits_for_the_reaper(processes: None) -> None:
+    session = RayProcesses(has_template=False)
+    session.close()
+    assert session._reaper.returncode == 0

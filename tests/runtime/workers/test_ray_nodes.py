@@ -21,6 +21,7 @@ from raypod.plan.placement import Placement, Sizes, place
 from raypod.plan.plan import DatasetSize, Plan, TaskFacts, make_plan
 from raypod.plan.resolve import from_values
 from raypod.runtime.workers import ray_cluster_file, ray_nodes, ray_reservation
+from raypod.runtime.workers.ray import RayFleet
 from raypod.runtime.workers.ray_cluster_file import cluster_of_nodes
 from raypod.runtime.workers.ray_nodes import draining_hosts, draining_nodes, match_hosts, peers_of, wait_for_nodes
 from raypod.runtime.workers.ray_reservation import HostRoom
@@ -104,7 +105,8 @@ def test_a_missing_host_is_waited_for_and_named(ray: ScriptedRay) -> None:
 
 def test_the_hosts_that_ray_drains_are_left_by_instances_and_copies(ray: ScriptedRay, draining: Set[str]) -> None:
     cluster = Cluster("pod", tuple(Host(f"name-{each}", each) for each in ("c", "a", "host-a", "b", "host-b", "d")))
-    assert peers_of(ray, cluster) == ["name-b", "name-c"]  # from the one after this host on, each once
+    fleet: Any = SimpleNamespace(_ray=ray, _full=SimpleNamespace(placement=SimpleNamespace(cluster=cluster)))
+    assert RayFleet.peers(fleet) == ["name-b", "name-c"]  # from the one after this host on, each once
     draining.add("b")
     assert peers_of(ray, cluster) == ["name-c"]
     placement = place(Cluster("pod", (Host("first", "a"), Host("second", "b"))), Sizes(2, 2, 1))

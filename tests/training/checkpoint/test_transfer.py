@@ -145,7 +145,8 @@ def test_only_files_of_a_checkpoint_or_of_a_run_are_written(tmp_path: Path) -> N
     for name in ("../stolen", "run.json", "logs/x"):
         with pytest.raises(ValueError, match="no file of a run folder"):
             receiver.write_file(name, b"")
-    receiver.discard()
+    receiver.close()
+    assert not (tmp_path / RUN).exists()
     assert transfer.copy_name((1, 4)) == "000001-00000004"
 
 
