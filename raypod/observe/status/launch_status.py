@@ -43,7 +43,7 @@ from raypod.runs.event_log import raypod_version
 from raypod.runs.run_state import DONE, RUNNING, end_of
 from raypod.runtime.launcher.records import STDERR, STDOUT, HostReport, ProgramEnd, ProgramUsage
 from raypod.system.command_line import printable
-from raypod.system.files import HeldFolder, parse_json, replace_file, strict_json
+from raypod.system.files import HeldFolder, replace_file, strict_json
 from raypod.system.process import process_start_ticks
 from raypod.system.signals import on_abort
 
@@ -270,12 +270,3 @@ class LaunchFile:
         self._content.update(changed)
         with contextlib.suppress(OSError):
             replace_file(self._path, (strict_json({**self._content, "written_at_s": time.time()}) + "\n").encode())
-
-
-def read_launch_file(folder: Path) -> Optional[Dict[str, Any]]:
-    """Return the content of the file of a folder; None without one."""
-    try:
-        content: Dict[str, Any] = parse_json((folder / LAUNCH).read_text())
-    except (OSError, ValueError):
-        return None
-    return content

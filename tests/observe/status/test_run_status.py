@@ -16,13 +16,12 @@ from raypod import events
 from raypod.errors import ConfigError, ProgramFailed
 from raypod.events import CallReport, HeartbeatReport, HostUsage, InstanceLost, InstanceStarted, PhaseBegun
 from raypod.launch import main as launch_main
-from raypod.observe.status import launch_status
 from raypod.observe.status.endpoint import published
 from raypod.observe.status.launch_status import LaunchFile, LaunchStatus, routes_of, scrape_response
 from raypod.observe.status.run_status import RunStatus, user_name
 from raypod.observe.status.token_server import TokenServer
 from raypod.plan.cluster import LOCAL
-from raypod.plan.layout import TOKEN_FILE
+from raypod.plan.layout import LAUNCH, TOKEN_FILE
 from raypod.plan.placement import Sizes, place
 from raypod.plan.plan import Plan, Segment
 from raypod.runs.metrics import MetricsAggregator
@@ -189,14 +188,14 @@ def test_launch_json_holds_endpoint_and_end(error: Any, state: str, code: int, m
         server = stack.enter_context(TokenServer(routes_of(status)))
         file = stack.enter_context(LaunchFile(tmp_path, ["true"], ["h"]))
         stack.enter_context(published(server, tmp_path, file))
-        found: Dict[str, Any] = launch_status.read_launch_file(tmp_path) or {}
+        found = json.loads((tmp_path / LAUNCH).read_text())
         assert (found["state"], found["status_port"]) == ("running", server.port)
         assert found["status_token_file"] == str(tmp_path / TOKEN_FILE)
         assert found["started_ticks"] == process_start_ticks(os.getpid())
         assert (found["command"], found["hosts"]) == (["true"], ["h"])
         if error is not None:
             raise error
-    found = launch_status.read_launch_file(tmp_path) or {}
+    found = json.loads((tmp_path / LAUNCH).read_text())
     assert (found["state"], found["exit_code"], "status_port" in found) == (state, code, False)
     assert message in found["message"]
     assert not (tmp_path / TOKEN_FILE).exists()
