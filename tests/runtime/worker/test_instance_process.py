@@ -113,7 +113,7 @@ def test_each_warning_is_taken_once_with_its_place_and_limits(record: WarningRec
     for text in ("two\n  lines", "two lines", "other"):
         warn(text)
     first, other = record.take()
-    assert first.startswith("UserWarning: two lines (test_process.py:")
+    assert first.startswith("UserWarning: two lines (test_instance_process.py:")
     assert first.endswith(", in warn)")
     assert other.startswith("UserWarning: other (")
     warn("other")
