@@ -33,7 +33,7 @@ from raypod.errors import ConfigError, DataUnreadable, summarize_exception
 from raypod.plan.placement import InstanceSpec
 from raypod.system.retries import is_passing
 from raypod.training.data.arrays import check_mapped
-from raypod.training.data.order import sample_seed
+from raypod.training.data.order import sample_seeds
 from raypod.training.data.read_failures import ReadFailed, StillLoading
 
 Item = TypeVar("Item")
@@ -196,18 +196,25 @@ class SeededSamples:
     def __init__(self, data: Any, seed: int, check: Optional[Callable[[Any, int], object]] = None) -> None:
         """`check` is that of `SampleLoader`."""
         self._data, self._seed, self._check = data, seed, check
-        self._generators = _seeded_torch if getattr(data, "draws_from_torch_only", False) else _seeded
+        self._is_torch_only = getattr(data, "draws_from_torch_only", False)
         self.is_interrupted = False  # the next sample raises InterruptedError
 
     def __getitem__(self, key: Tuple[int, int]) -> Any:
-        if self.is_interrupted:
-            raise InterruptedError
-        epoch, sample = key
-        with reading(), self._generators(sample_seed(self._seed, epoch, sample)):
-            found = self._data[sample]
-        if self._check is not None:
-            self._check(found, sample)
-        return sample, found
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: Sequence[Tuple[int, int]]) -> List[Any]:
+        """Return the values of several keys, as torch's DataLoader loads a batch."""
+        loaded = []
+        with _restored(self._is_torch_only):
+            for (_, sample), seed in zip(keys, sample_seeds(self._seed, keys)):
+                if self.is_interrupted:
+                    raise InterruptedError
+                with reading():
+                    _seed(seed, self._is_torch_only)
+                    loaded.append((sample, self._data[sample]))
+                if self._check is not None:
+                    self._check(loaded[-1][1], sample)
+        return loaded
 
 
 def way_out_of(data: Any) -> str:
@@ -266,26 +273,22 @@ def _difference(one: Any, other: Any) -> str:
     return next((f"{name}{found}" for name, *both in pairs for found in [_difference(*both)] if found), "")
 
 
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch, numpy and random inside the block; restore their states afterwards."""
-    states = np.random.get_state(), random.getstate()
-    np.random.seed(seed)
-    random.seed(seed)
-    try:
-        with _seeded_torch(seed):
-            yield
-    finally:
-        np.random.set_state(states[0])
-        random.setstate(states[1])
-
-
-@contextlib.contextmanager
-def _seeded_torch(seed: int) -> Iterator[None]:
-    """Seed torch inside the block; restore its state afterwards."""
-    state = torch.get_rng_state()
+def _seed(seed: int, is_torch_only: bool) -> None:
     torch.default_generator.manual_seed(seed)
+    if not is_torch_only:
+        np.random.seed(seed)
+        random.seed(seed)
+
+
+@contextlib.contextmanager
+def _restored(is_torch_only: bool) -> Iterator[None]:
+    """Restore the states of the random numbers of torch, and of numpy and random, after the block."""
+    state = torch.get_rng_state()
+    others = None if is_torch_only else (np.random.get_state(), random.getstate())
     try:
         yield
     finally:
         torch.set_rng_state(state)
+        if others is not None:
+            np.random.set_state(others[0])
+            random.setstate(others[1])

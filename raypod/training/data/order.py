@@ -7,7 +7,7 @@ from numpy's generators, whose sequences may change between numpy versions.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -101,9 +101,11 @@ def pair_fractions(
     return fractions
 
 
-def sample_seed(seed: int, epoch: int, sample: int) -> int:
-    """Return the seed, in [0, 2**31), of the random numbers that a map-style data set draws for one sample."""
-    return int(hash_integers(_AUGMENTATION, seed, epoch, sample) >> np.uint64(33))
+def sample_seeds(seed: int, keys: Sequence[Tuple[int, int]]) -> List[int]:
+    """Return the seeds, in [0, 2**31), of the random numbers that a map-style data set draws for (epoch, sample)."""
+    epochs, samples = np.array(keys).T
+    found: List[int] = (hash_integers(_AUGMENTATION, seed, epochs, samples) >> np.uint64(33)).tolist()
+    return found
 
 
 def samples_digest(samples: np.ndarray) -> str:

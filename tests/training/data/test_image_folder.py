@@ -285,12 +285,19 @@ def test_every_format_is_read(tmp_path: Path, suffix: str) -> None:
     assert (tuple(image.shape), label) == ((3, 32, 32), 0)
 
 
+def of_torchvision(seed: int, height: int, width: int, count: int) -> List[Any]:
+    from torchvision.transforms import RandomResizedCrop  # after the import hook of image_decoders
+
+    torch.manual_seed(seed)
+    image = torch.empty(3, height, width, device="meta")
+    return [RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3)) for _ in range(count)]
+
+
 def drawn(count: int, box: Any) -> Any:
     """The crops of a number of seeds of an image that is 300 wide and 200 high."""
-    image = torch.empty(3, 200, 300, device="meta")
     for seed in range(count):
         torch.manual_seed(seed)
-        yield image_decoders._drawn_crop(image, 200, 300, box)
+        yield image_decoders._drawn_crop(200, 300, box)
 
 
 def test_crops_are_drawn_until_one_has_a_tenth_of_the_box_and_the_last_of_ten_remains() -> None:
@@ -307,13 +314,16 @@ def test_crops_are_drawn_until_one_has_a_tenth_of_the_box_and_the_last_of_ten_re
         ((0, 120, 50, 100), True),
     ):
         assert is_covered((top, left, rows, columns), 200, 300, CORNER) == expected
-    from torchvision import transforms  # after the import hook of image_decoders
+    assert list(drawn(3, (0.999, 0.0, 1.0, 0.001))) == [of_torchvision(seed, 200, 300, 10)[-1] for seed in range(3)]
 
-    for seed, crop in enumerate(drawn(3, (0.999, 0.0, 1.0, 0.001))):
+
+@pytest.mark.parametrize(("height", "width"), [(200, 300), (375, 500), (1, 1), (3, 400), (400, 3)])
+def test_crops_are_those_of_torchvision(height: int, width: int) -> None:
+    for seed in range(50):
+        expected, state = of_torchvision(seed, height, width, 3), torch.get_rng_state()
         torch.manual_seed(seed)
-        image = torch.empty(3, 200, 300, device="meta")
-        get = transforms.RandomResizedCrop.get_params
-        assert [get(image, (0.08, 1.0), (3 / 4, 4 / 3)) for _ in range(10)][-1] == crop
+        assert [image_decoders._random_crop(height, width) for _ in range(3)] == expected
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("given", [{}, {"policy": "rand-augment", "random_erasing": 0.5}])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import sys
 import threading
 import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Iterator, List
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import numpy as np
 import pytest
@@ -33,8 +34,8 @@ from raypod.training.data.arrays import load_mapped
 from raypod.training.data.feed import Feed
 from raypod.training.data.images import ImageSource
 from raypod.training.data.loaders import SampleLoader
-from raypod.training.data.loading import map_ahead, prefetch, reading, timed
-from raypod.training.data.order import augmentation_integers, call_positions, epoch_order, in_place_of, sample_seed
+from raypod.training.data.loading import SeededSamples, map_ahead, prefetch, reading, timed
+from raypod.training.data.order import augmentation_integers, call_positions, epoch_order, in_place_of, sample_seeds
 from raypod.training.data.read_failures import ReadFailed
 from raypod.training.data.samples import SampleSource
 from tests.support import image_folders
@@ -94,9 +95,36 @@ def test_random_numbers_are_a_function_of_seed_epoch_and_sample() -> None:
     assert drawn[1].tolist() == augmentation_integers(1, 2, np.array([900]), 3, 4)[0].tolist()
     many = augmentation_integers(1, 2, np.arange(3000), 3, 1)
     assert np.bincount(many.ravel()).tolist() == pytest.approx([1000, 1000, 1000], abs=120)
-    seeds = {sample_seed(1, epoch, sample) for epoch in range(3) for sample in range(1000)}
-    assert len(seeds) == 3000
+    keys = [(epoch, sample) for epoch in range(3) for sample in range(1000)]
+    seeds = sample_seeds(1, keys)
+    assert len(set(seeds)) == 3000
+    assert seeds[1234:1236] == [*sample_seeds(1, keys[1234:1235]), *sample_seeds(1, keys[1235:1236])]
     assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+class Drawing:
+    """Samples that draw from three generators; the third one cannot be read."""
+
+    def __getitem__(self, sample: int) -> Tuple[float, float, float]:
+        found = torch.rand(1).item(), float(np.random.random()), random.random()
+        if sample == 3:
+            raise OSError("the disk is gone")
+        return found
+
+
+def test_a_batch_has_the_random_numbers_of_its_samples_and_the_generators_are_restored() -> None:
+    samples, keys = SeededSamples(Drawing(), 1), [(0, 1), (2, 1), (0, 2)]
+
+    def states() -> List[Any]:
+        return [torch.get_rng_state().tolist(), list(np.random.get_state()[1]), random.getstate()]
+
+    before = states()
+    batch = samples.__getitems__(keys)
+    assert batch == [samples[key] for key in keys]
+    assert len({value for _, values in batch for value in values}) == 9
+    with pytest.raises((ReadFailed, OSError), match="the disk is gone"):
+        samples.__getitems__([(0, 1), (0, 3)])
+    assert states() == before
 
 
 def no_interrupt() -> None:
