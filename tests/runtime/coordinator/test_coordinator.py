@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import math
 import sys
@@ -55,6 +56,18 @@ def test_a_run_of_256_instances_yields_every_update_and_its_work_grows_no_faster
     assert not only(events[-1:], RunEnded).interrupted
     few, many = (instructions(plan_of(make, instances)) for instances in (16, 128))
     assert few < many <= 8 * few
+
+
+@pytest.mark.parametrize(("usual", "expected"), [(700, 8 * 256), (5000, 5000), (0, 0)])
+def test_the_garbage_of_many_reports_is_collected_together(make: Make, usual: int, expected: int) -> None:
+    plan, before = plan_of(make, 256), gc.get_threshold()
+    gc.set_threshold(usual, *before[1:])
+    try:
+        events = coordinator.run(plan, ScriptedFleet(plan), MetricsAggregator(plan, 0.0))
+        assert {gc.get_threshold()[0] for _ in events} == {expected}
+        assert gc.get_threshold() == (usual, *before[1:])
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_hosts_with_other_files_or_another_torch_are_an_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
