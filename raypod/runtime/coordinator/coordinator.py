@@ -15,7 +15,7 @@ import gc
 import math
 import statistics
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Deque, Dict, Generator, Iterator, List, Mapping, Optional, Sequence, Set, Union, cast
@@ -99,8 +99,7 @@ def run(
     """
     first_update, stop = resumed.update if resumed else 0, stop or Stop()
     snapshots = Snapshots(plan, fleet)
-    others = copies or contextlib.nullcontext()
-    with _rare_collections(plan), stop_on_signal(stop), closing(fleet), others, closing(snapshots):
+    with _rare_collections(plan), stop_on_signal(stop), closing(fleet), copies or nullcontext(), closing(snapshots):
         stop.describe = partial(describe_unsaved, plan, fleet, metrics)
         stop.abandon_loading = lambda: fleet.abandon_loading()
         current, started, missing = start(plan, fleet)
