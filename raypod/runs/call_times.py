@@ -22,7 +22,7 @@ from raypod.events import CallDone, CallTimes, Event, Repaired, RunEnded, RunSta
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 STRAGGLER_RATIO = 1.25  # an instance that is busy for this multiple of the median is marked as slow
 _RECENT_CALLS = 256
-_BATCH = 64  # events that are counted at a time
+_EVENTS, _CALLS = 64, 8192  # that are counted at a time, at most: calls of all instances, and of one each
 _FIRST_WINDOW_S, _WINDOW_SHARE = 10.0, 0.01  # of the time since the log was opened
 _MAX_KEPT = 1024  # calls of a window
 _MAX_KEPT_OF_ALL = 1 << 18  # calls of all instances together, about 25 MB; above 256 instances fewer are kept of each
@@ -90,13 +90,15 @@ class CallsByInstance:
         self._compiling: Set[int] = set()  # their next call is the first one of their process
         self._by_instance: Dict[int, RecentCalls] = {}
         self._collected: Deque[Event] = collections.deque()
+        self._num_collected = 0  # calls in them
         self._lock = threading.RLock()  # a signal handler may end the window of a log during a count
 
     def handle(self, event: Event) -> None:
         """Count the calls of an event, if it has any."""
         if isinstance(event, CallDone):
             self._collected.append(event)
-            if len(self._collected) >= _BATCH:
+            self._num_collected += len(event.times)
+            if len(self._collected) >= _EVENTS or self._num_collected >= _CALLS:
                 self._count()
         elif isinstance(event, (RunStarted, Repaired)):
             self._collected.append(event)
@@ -119,6 +121,7 @@ class CallsByInstance:
 
     def _count(self) -> None:
         with self._lock:
+            self._num_collected = 0
             while self._collected:
                 event = self._collected.popleft()
                 if isinstance(event, CallDone):

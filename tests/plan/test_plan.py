@@ -329,6 +329,7 @@ def test_the_reports_of_popvision_have_a_folder_for_each_instance(make: Any, mon
     monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", '{"opt.a": "b"}')
     plan = make(ipu={"ipu_profile": "/data/reports/"})
     (first, second) = (instance_environment(plan, spec) for spec in plan.placement.instances)
+    assert float(first["EMULATED_POD_TIMEOUT_S"]) >= plan.config.run.report_timeout_s + 10  # the coordinator is first
     of_first = {"opt.a": "b", "autoReport.all": "true", "autoReport.directory": "/data/reports/instance-0"}
     assert json.loads(first["POPLAR_ENGINE_OPTIONS"]) == of_first
     assert "instance-1" in second["POPLAR_ENGINE_OPTIONS"]

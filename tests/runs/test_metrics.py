@@ -255,7 +255,7 @@ def test_a_window_ends_after_ten_seconds_and_at_the_end_of_the_run(now: List[flo
     assert log.end_window() is None
 
 
-def test_the_number_of_windows_grows_slowly_and_many_instances_keep_fewer_calls(now: List[float]) -> None:
+def test_the_number_of_windows_grows_slowly_and_many_instances_keep_fewer_calls_and_events(now: List[float]) -> None:
     log, records = CallTimesLog(), 0
     for number in range(7 * 24 * 360):  # a call every 10 seconds for a week
         now[0] += 10
@@ -269,6 +269,8 @@ def test_the_number_of_windows_grows_slowly_and_many_instances_keep_fewer_calls(
     assert calls.by_instance()[7].calls == 199  # without the first one, which compiles
     assert summary["mean_s"] == sum(range(136, 200)) / 64  # 2 ** 18 / 4096 = 64
     assert summary["slowest_s"] == 199
+    calls.handle(call(200, *[1.0] * 8192))
+    assert not calls._collected
 
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--lr-schedule", "constant", "--model", "tiny", "--tensorboard"]

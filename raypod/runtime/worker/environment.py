@@ -19,6 +19,8 @@ from raypod.system import cores
 from raypod.system.process import bind_process
 from raypod.system.sdk import activation
 
+_COORDINATOR_FIRST_S = 10.0  # longer than heartbeats take on a busy host
+
 
 def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") -> Dict[str, str]:
     """Return the variables of one instance of a training run, except those that depend on the running host.
@@ -33,8 +35,8 @@ def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") 
     of_sdk = activation.settings(
         strict=plan.config.run.strict,
         memory_format=plan.config.training.memory_format,
-        # Host collectives and gradient exchanges use the coordinator's timeout.
-        timeout_s=plan.config.run.report_timeout_s,
+        # After the coordinator's timeout of an endless call: if the others give up first, they seem to be stuck, too.
+        timeout_s=plan.config.run.report_timeout_s + _COORDINATOR_FIRST_S,
         emulated_horovod=plan.config.run.collectives == "gloo",
     )
     return {**env, **of_sdk, activation.COMPILE: str(int(activation.requests_compilation()))}
