@@ -23,7 +23,7 @@ from raypod.runs.upload import remote_run
 from raypod.runtime.workers.choice import with_fleet
 from raypod.system import sdk
 from raypod.system.command_line import FlagParser, check_utf8, value_of, width_of
-from raypod.system.process import environment_variables
+from raypod.system.process import environment_variables, release_freed_memory
 from raypod.system.remote.backends import check_scheme
 from raypod.system.sdk import activation
 from raypod.system.urls import check_words, is_url
@@ -220,6 +220,7 @@ def _standby_bytes(plan: Plan) -> Optional[int]:
     """
     import psutil
 
+    release_freed_memory()  # data in it would be no growth
     before = psutil.Process().memory_info()
     try:
         data = task_of_plan(plan).load()  # stays in memory until the measurement

@@ -95,6 +95,13 @@ def keep_freed_memory() -> bool:
     return is_kept
 
 
+def release_freed_memory() -> None:
+    """Return the freed memory of the C allocator to the kernel, also what `keep_freed_memory` keeps, if it is glibc's."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def single_thread(name: str) -> ThreadPoolExecutor:
     """Return an executor of one thread that allocates from the heap that `keep_freed_memory` has set up.
 

@@ -64,6 +64,23 @@ def test_repeated_allocations_cause_fewer_page_faults(run_python: Callable[[str]
         assert 2 * int(kept) < int(run_python(PROGRAM.format(keep=False)).split()[1])
 
 
+RELEASED = """
+import psutil
+from raypod.system import process
+
+supported, blocks = process.keep_freed_memory(), bytearray(200_000_000)
+del blocks
+before = psutil.Process().memory_info().rss
+process.release_freed_memory()
+print(supported, before - psutil.Process().memory_info().rss)
+"""
+
+
+def test_kept_memory_can_be_released(run_python: Callable[[str], str]) -> None:
+    supported, released = run_python(RELEASED).split()
+    assert supported == "False" or int(released) > 150_000_000
+
+
 LARGE_PAGES = """
 import re, threading
 from pathlib import Path
