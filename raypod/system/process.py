@@ -96,7 +96,7 @@ def keep_freed_memory() -> bool:
 
 
 def release_freed_memory() -> None:
-    """Return the freed memory of the C allocator to the kernel, also what `keep_freed_memory` keeps, if it is glibc's."""
+    """Return the freed memory of glibc's allocator to the kernel, also what `keep_freed_memory` keeps."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
