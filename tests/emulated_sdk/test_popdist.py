@@ -13,7 +13,7 @@ import popdist.poptorch
 import poptorch
 import pytest
 
-from tests.support.poptorch_models import rejects
+from tests.support.refused import rejects
 
 NAMES = [
     *("POPDIST_NUM_TOTAL_REPLICAS", "POPDIST_NUM_LOCAL_REPLICAS", "POPDIST_REPLICA_INDEX_OFFSET"),

@@ -24,7 +24,8 @@ from tests.support.poptorch_data import (
     epoch,
     numbers,
 )
-from tests.support.poptorch_models import options, rejects
+from tests.support.poptorch_models import options
+from tests.support.refused import rejects
 
 pytestmark = pytest.mark.usefixtures("processes")
 

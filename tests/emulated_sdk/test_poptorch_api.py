@@ -20,7 +20,8 @@ from _pod.activation import CALL_S, LOAD_S
 from poptorch import environment
 from poptorch.executor import compile_context
 
-from tests.support.poptorch_models import Line, options, rejects
+from tests.support.poptorch_models import Line, options
+from tests.support.refused import rejects
 
 # Sections whose names are not importable modules.
 PRIVATE_SECTIONS = {"poptorch (args)", "poptorch (options base)"}

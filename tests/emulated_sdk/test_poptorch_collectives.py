@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.poptorch_models import Apply, options, rejects, trained
+from tests.support.poptorch_models import Apply, options, trained
 from tests.support.ranks import error_of
+from tests.support.refused import rejects
 
 REPLICAS = 4
 

@@ -20,7 +20,8 @@ from poptorch.emulation import custom_op_emulation
 from torch import nn
 
 from tests.support import ROOT
-from tests.support.poptorch_models import Apply, on_device, options, rejects, trained, wrapped
+from tests.support.poptorch_models import Apply, on_device, options, trained, wrapped
+from tests.support.refused import rejects
 
 PAGE = ROOT / "docs" / "reference" / "emulated-sdk.md"
 

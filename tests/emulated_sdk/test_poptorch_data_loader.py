@@ -28,7 +28,8 @@ from tests.support.poptorch_data import (
     epoch,
     numbers,
 )
-from tests.support.poptorch_models import Echo, options, rejects, wrapped
+from tests.support.poptorch_models import Echo, options, wrapped
+from tests.support.refused import rejects
 
 SYNC, ASYNC, REBATCHED = poptorch.DataLoaderMode
 

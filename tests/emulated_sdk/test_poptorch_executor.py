@@ -21,7 +21,8 @@ import torch
 from poptorch.executor import saving
 from torch import nn
 
-from tests.support.poptorch_models import Apply, Classifier, Line, batch, options, rejects, seeded, wrapped
+from tests.support.poptorch_models import Apply, Classifier, Line, batch, options, seeded, wrapped
+from tests.support.refused import rejects
 
 ONE = torch.ones(1)
 

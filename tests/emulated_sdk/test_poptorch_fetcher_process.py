@@ -21,7 +21,8 @@ import torch
 from tests.support import ROOT
 from tests.support.bounded import wait_until
 from tests.support.poptorch_data import FORK, Hung, Numbers, epoch
-from tests.support.poptorch_models import options, rejects
+from tests.support.poptorch_models import options
+from tests.support.refused import rejects
 
 pytestmark = pytest.mark.usefixtures("processes")
 

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.poptorch_models import Apply, Line, on_device, options, rejects, seeded, trained, wrapped
+from tests.support.poptorch_models import Apply, Line, on_device, options, seeded, trained, wrapped
+from tests.support.refused import rejects
 
 
 def before(function):

@@ -20,7 +20,8 @@ from poptorch._logging import logger
 from poptorch._utils import combine_batch_tensors_gen, flattenTensorStructure, reconstructTensorStructure
 from torch import nn
 
-from tests.support.poptorch_models import Apply, Line, on_device, options, rejects, wrapped
+from tests.support.poptorch_models import Apply, Line, on_device, options, wrapped
+from tests.support.refused import rejects
 
 
 class Scoped(nn.Module):

@@ -17,8 +17,9 @@ from poptorch.device.kernels import Accumulating, convolution
 from poptorch.errors import Error
 from torch import nn
 
-from tests.support.poptorch_models import options, rejects, seeded, wrapped
+from tests.support.poptorch_models import options, seeded, wrapped
 from tests.support.ranks import run_ranks
+from tests.support.refused import rejects
 
 CHANNELS_LAST = torch.channels_last
 # Inputs, outputs, kernel, stride, padding, and the samples, height and width of the images.

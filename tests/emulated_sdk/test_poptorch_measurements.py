@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.poptorch_models import Apply, Line, batch, options, rejects, seeded, wrapped
+from tests.support.poptorch_models import Apply, Line, batch, options, seeded, wrapped
+from tests.support.refused import rejects
 
 All, EveryN = poptorch.OutputMode.All, poptorch.OutputMode.EveryN
 EVENTS = ("input", "input_complete", "output", "output_complete")

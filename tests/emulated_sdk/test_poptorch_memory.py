@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.poptorch_models import Apply, options, rejects, seeded, wrapped
+from tests.support.poptorch_models import Apply, options, seeded, wrapped
 from tests.support.ranks import run_ranks
+from tests.support.refused import rejects
 
 WIDTH, SAMPLES = 64, 16
 

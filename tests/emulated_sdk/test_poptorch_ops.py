@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.poptorch_models import Apply, on_device, options, rejects, seeded, wrapped
+from tests.support.poptorch_models import Apply, on_device, options, seeded, wrapped
+from tests.support.refused import rejects
 
 Mode = poptorch.MatMulSerializationMode
 NONE, LOOP = poptorch.OverlapMode.NoOverlap, poptorch.OverlapMode.OverlapDeviceIterationLoop

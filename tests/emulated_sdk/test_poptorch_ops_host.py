@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from poptorch.ops.host import PrintFormat
 from torch import nn
 
-from tests.support.poptorch_models import Apply, on_device, options, rejects, wrapped
+from tests.support.poptorch_models import Apply, on_device, options, wrapped
+from tests.support.refused import rejects
 
 DEFAULT_FORMAT = PrintFormat(1000, 3, 80, 4, "auto", ", ", "(", ")")
 SUMMARY = {"summarise_threshold": 10}

@@ -13,7 +13,8 @@ import torch
 from poptorch.optimizers.device_optimizer import plain_step
 from torch import nn
 
-from tests.support.poptorch_models import Apply, Line, batch, options, rejects, seeded, trained, wrapped
+from tests.support.poptorch_models import Apply, Line, batch, options, seeded, trained, wrapped
+from tests.support.refused import rejects
 
 ONE = torch.ones(1)
 

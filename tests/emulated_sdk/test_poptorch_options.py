@@ -16,7 +16,8 @@ import poptorch
 import pytest
 import torch
 
-from tests.support.poptorch_models import on_device, rejects, wrapped
+from tests.support.poptorch_models import on_device, wrapped
+from tests.support.refused import rejects
 
 Options = poptorch.Options
 

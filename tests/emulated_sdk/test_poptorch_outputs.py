@@ -13,7 +13,8 @@ import torch
 from poptorch import pytree
 from torch import nn
 
-from tests.support.poptorch_models import Apply, Echo, on_device, options, rejects
+from tests.support.poptorch_models import Apply, Echo, on_device, options
+from tests.support.refused import rejects
 
 Pair = collections.namedtuple("Pair", ["first", "second"])
 ONE = torch.ones(1)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.poptorch_models import Apply, Line, batch, options, rejects, seeded, trained, wrapped
+from tests.support.poptorch_models import Apply, Line, batch, options, seeded, trained, wrapped
+from tests.support.refused import rejects
 
 HALF = torch.half
 

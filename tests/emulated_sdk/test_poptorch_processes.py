@@ -14,8 +14,9 @@ import pytest
 import torch
 from poptorch.device.execute import program
 
-from tests.support.poptorch_models import Apply, Classifier, batch, options, rejects, seeded, wrapped
+from tests.support.poptorch_models import Apply, Classifier, batch, options, seeded, wrapped
 from tests.support.ranks import error_of, run_ranks
+from tests.support.refused import rejects
 
 REPLICAS, ITERATIONS, CALLS, FAILING_CALL = 4, 2, 4, 2
 BAD = 1e6

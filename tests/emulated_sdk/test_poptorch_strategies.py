@@ -15,7 +15,8 @@ import torch
 from poptorch.parallel.placement import check_overlap
 from torch import nn
 
-from tests.support.poptorch_models import Apply, batch, options, rejects, seeded, wrapped
+from tests.support.poptorch_models import Apply, batch, options, seeded, wrapped
+from tests.support.refused import rejects
 
 
 class Pipeline(nn.Module):

@@ -19,7 +19,8 @@ from poptorch.environment import logger
 from poptorch.findings import Recorder
 from torch import nn
 
-from tests.support.poptorch_models import Apply, options, rejects, trained
+from tests.support.poptorch_models import Apply, options, trained
+from tests.support.refused import rejects
 
 
 class Calls(nn.Module):

@@ -14,18 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.poptorch_models import (
-    Apply,
-    Classifier,
-    Line,
-    batch,
-    fastest,
-    options,
-    rejects,
-    seeded,
-    trained,
-    wrapped,
-)
+from tests.support.poptorch_models import Apply, Classifier, Line, batch, fastest, options, seeded, trained, wrapped
+from tests.support.refused import rejects
 
 MICRO = 2
 

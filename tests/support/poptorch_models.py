@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Optional
 
 import poptorch
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -89,12 +88,6 @@ def on_device(
 ) -> Any:
     """Return what a function returns in an inference model."""
     return poptorch.inferenceModel(Apply(function), opts or options())(*inputs, **kwargs)
-
-
-def rejects(error: Any, message: str, call: Callable[..., Any], *arguments: Any, **kwargs: Any) -> None:
-    """Check that a call raises an error whose text contains this regular expression."""
-    with pytest.raises(error, match=message):
-        call(*arguments, **kwargs)
 
 
 def seeded(factory: Any = Classifier, **kwargs: Any) -> Any:

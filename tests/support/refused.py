@@ -9,11 +9,16 @@ import pytest
 from raypod.errors import ConfigError
 
 
-def refused(words: str, call: Callable[..., Any], *given: Any, **options: Any) -> str:
-    """Return the message of the ConfigError that a call raises, and which matches."""
-    with pytest.raises(ConfigError, match=words) as raised:
+def rejects(error: Any, message: str, call: Callable[..., Any], *given: Any, **options: Any) -> str:
+    """Return the text of the error that a call raises, in which this regular expression is found."""
+    with pytest.raises(error, match=message) as raised:
         call(*given, **options)
     return str(raised.value)
+
+
+def refused(message: str, call: Callable[..., Any], *given: Any, **options: Any) -> str:
+    """Return the text of the ConfigError that a call raises, as `rejects`."""
+    return rejects(ConfigError, message, call, *given, **options)
 
 
 def one_line(capsys: Any, command: Callable[[List[str]], int], words: List[str]) -> str:
