@@ -277,17 +277,20 @@ def _cut(pixels: np.ndarray, window: Window, factor: int, side: int) -> torch.Te
     top, left, height, width = window[:4]
     if factor == 1:
         # A copy, because torch 2.0 takes the rows of a view for adjacent; it also makes up for its own time.
-        part = pixels[top : top + height, left : left + width].copy()
-    else:
-        part = _resized_by_pillow(pixels, window, factor)
-    resized = torch.from_numpy(part.transpose(2, 0, 1)[None])  # views of numpy take less time than those of torch
-    if factor == 1:
+        part = _batch_of_one(pixels[top : top + height, left : left + width].copy())
         size = window.rows, window.columns
-        resized = functional.interpolate(resized, size, mode="bilinear", antialias=True, align_corners=False)
+        resized = functional.interpolate(part, size, mode="bilinear", antialias=True, align_corners=False)
+    else:
+        resized = _batch_of_one(_resized_by_pillow(pixels, window, factor))
     rows = slice(window.first_row, window.first_row + side)
     columns = slice(window.first_column, window.first_column + side)
     square = resized[0, :, rows, columns]
     return (torch.flip(square, (-1,)) if window.is_flipped else square).contiguous()
+
+
+def _batch_of_one(pixels: np.ndarray) -> torch.Tensor:
+    """Return a view, [1, 3, height, width], of [height, width, 3]; numpy makes it in less time than torch."""
+    return torch.from_numpy(pixels.transpose(2, 0, 1)[None])
 
 
 def _resized_by_pillow(pixels: np.ndarray, window: Window, factor: int) -> np.ndarray:

@@ -203,7 +203,12 @@ class SeededSamples:
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[Tuple[int, int]]) -> List[Any]:
-        """Return the values of several keys, as torch's DataLoader loads a batch."""
+        """Return the values of several keys, as torch's DataLoader loads a batch.
+
+        Raises:
+            InterruptedError: `is_interrupted` was set.
+            ReadFailed: the disk or the network failed; other errors are those of the data set.
+        """
         loaded = []
         with _restored(self._is_torch_only):
             for (_, sample), seed in zip(keys, sample_seeds(self._seed, keys)):
