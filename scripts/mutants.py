@@ -43,6 +43,7 @@ PACKAGES = (
     *("training/data", "runs", "runs/upload", "plan", "system", "emulated_sdk/_pod", "emulated_sdk/poptorch/device"),
 )
 MUTANTS = "mutants.json"  # in the folder of a trace
+COLLECT_S = 300.0
 # Mutants that no test can find, with the reason.
 EQUIVALENT: Dict[str, str] = {
     "raypod/runtime/launcher/reaper.py:Reaper.run: selector.unregister(0) -> pass #0": "saves CPU time only",
@@ -329,9 +330,8 @@ def _wider(test: str) -> List[str]:
 def _known(tree: Path) -> Set[str]:
     """Return the tests of a checkout, and what contains them."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--all", "-p", "no:cacheprovider"]
-    found = subprocess.run(
-        command, cwd=tree, env=_environment(tree), capture_output=True, text=True, check=False
-    ).stdout
+    options: Dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": COLLECT_S}
+    found = subprocess.run(command, cwd=tree, env=_environment(tree), **options).stdout
     return {each for line in found.splitlines() if "::" in line for each in _wider(line)}
 
 
