@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
 import gc
@@ -40,6 +41,7 @@ _LOOK_S = 1.0
 _MOST_DESCRIPTORS = 64
 _SET_BY_SHELLS = {"_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL"}
 _OF_RAY = ("RAY_", "RAYPOD_TEMPLATE", "SPT_NOENV")
+_MADV_DONTNEED = 4
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -52,6 +54,7 @@ def serve(descriptor: int) -> Optional[Tuple[Dict[str, Any], List[int]]]:
         threads = count_threads()
         gc.collect()
         gc.freeze()  # a garbage collection in a worker would write to all shared pages
+        release_files()
         raylet, logs = sys.stdin.readline().strip(), sys.stdin.readline().strip()
         if not raylet:  # Ray did not start
             return None
@@ -97,6 +100,20 @@ def count_threads() -> int:
         os._exit(0)
     os.waitpid(pid, 0)
     return len(list(Path("/proc/self/task").iterdir()))
+
+
+def release_files() -> None:
+    """Release the resident pages of libraries, as code, which this process does not run and forks map themselves."""
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    begin = end = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            begin, end = (int(each, 16) for each in name.split("-"))
+            is_file = len(values) > 4 and values[4].startswith("/")
+        elif name == "Anonymous:" and is_file and values[0] == "0":  # the kernel reads the others from the file again
+            advise(begin, end - begin, _MADV_DONTNEED)
 
 
 def receive(connection: socket.socket) -> Tuple[Dict[str, Any], List[int]]:

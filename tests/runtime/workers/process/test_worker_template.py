@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import json
+import mmap
 import os
 import socket
 import subprocess
@@ -191,6 +192,24 @@ def test_the_descriptors_of_a_broken_request_are_closed(text: bytes) -> None:
         with pytest.raises((ConnectionError, ValueError)):
             worker_template.receive(left)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_resident_pages_of_files_are_released_except_those_that_were_written(tmp_path: Path) -> None:
+    size = 8 << 20
+    (tmp_path / "read").write_bytes(b"r" * size)
+    (tmp_path / "written").write_bytes(b"w" * size)
+    with (tmp_path / "read").open("rb") as read, (tmp_path / "written").open("rb") as written:
+        maps = [mmap.mmap(each.fileno(), size, access=mmap.ACCESS_COPY) for each in (read, written)]
+    maps[1][:3] = b"new"
+    for each in maps:
+        assert each[:: mmap.PAGESIZE].count(each[-1:]) >= size // mmap.PAGESIZE - 1  # every page is read
+    before = psutil.Process().memory_info()
+    worker_template.release_files()
+    after = psutil.Process().memory_info()
+    assert before.shared - after.shared > size
+    assert (maps[0][:3], maps[0][-1:], maps[1][:4], maps[1][-1:]) == (b"rrr", b"r", b"neww", b"w")
+    for each in maps:
+        each.close()
 
 
 def test_packages_with_threads_forbid_forks(processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
