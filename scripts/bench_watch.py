@@ -4,8 +4,9 @@ The message path of a run under Ray: processes of `InstanceProcess`, one per ins
 reports its calls through its stream and replies to heartbeats. `Watch` receives all of it, and `MetricsAggregator`
 folds it into updates. Only the instance within the process is a small one, without torch: it waits for the time of its
 next call, which is the same for all, every `--interval` seconds (two cores send the reports of 256 processes in about
-0.5 s). The same processes serve all sizes, in interleaved rounds. `--baseline` adds a loop that takes one message per
-`ray.wait`.
+0.5 s). The same processes serve all sizes, in interleaved rounds. `--per-core N` puts the instances into N processes
+per core, each with a stream of its own: idle processes of Ray use CPU time, too. `--baseline` adds a loop that takes
+one message per `ray.wait`.
 
 Columns, medians over the rounds (smallest - largest), in microseconds per call and instance:
     CPU of the thread         of the thread that receives, heartbeats and aggregation included
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Callable, Counter, Dict, Iterator, List
+from typing import Any, Callable, Counter, Dict, Iterator, List, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -79,6 +80,48 @@ class SmallProcess(InstanceProcess):
         small: Any = SmallInstance(self._index, len(self._plan.task.metrics))
         self._instance = small
         return InstanceStarted(self._index, "localhost", os.getpid(), "emulated", "small", 1, ())
+
+
+class SmallProcesses:
+    """Several instances in one process, each with its thread and its stream."""
+
+    def __init__(self, plan: Plan, indices: List[int], working_dir: str) -> None:
+        self._members = {index: SmallProcess(plan, index, working_dir) for index in indices}
+
+    def of(self, index: int, method: str, *arguments: Any) -> Any:
+        """Call a method of the process of an instance."""
+        return getattr(self._members[index], method)(*arguments)
+
+    def run(self, index: int, segment: Segment) -> Iterator[List[CallReport]]:
+        """See `InstanceProcess.run`."""
+        return self._members[index].run(segment)
+
+
+class Member:
+    """An instance of `SmallProcesses`, with the methods of an actor of its own."""
+
+    def __init__(self, actor: Any, index: int) -> None:
+        self._actor, self._index = actor, index
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "run":
+            return _Method(self._actor.run, self._index)
+        return _Method(self._actor.of, self._index, name)
+
+
+class _Method:
+    """A method of an actor with its first arguments."""
+
+    def __init__(self, method: Any, *first: Any) -> None:
+        self._method, self._first = method, first
+
+    def options(self, **options: Any) -> _Method:
+        """See the method of Ray."""
+        return _Method(self._method.options(**options), *self._first)
+
+    def remote(self, *arguments: Any) -> Any:
+        """See the method of Ray."""
+        return self._method.remote(*self._first, *arguments)
 
 
 class Counted:
@@ -157,16 +200,24 @@ def plan_of(instances: int, calls: int, run_dir: str) -> Plan:
     return make_plan(config, LOCAL, facts_of(config), run_dir)
 
 
-def start(instances: int, session: RaySession, run_dir: str) -> List[Any]:
+def start(instances: int, per_core: Optional[int], session: RaySession, run_dir: str) -> List[Any]:
     """Start the processes of a local Ray session; print the time, and the CPU seconds of each kind of process."""
     session.open()
     before_s, began_s, plan = _cpu_seconds(), time.monotonic(), plan_of(instances, 1, run_dir)
-    small = ray.remote(SmallProcess).options(num_cpus=0, max_concurrency=8)
-    actors = [small.remote(plan, index, str(ROOT)) for index in range(instances)]
+    processes = min(instances, per_core * (os.cpu_count() or 1)) if per_core else instances
+    if per_core:
+        members = [list(range(first, instances, processes)) for first in range(processes)]
+        options = {"num_cpus": 0, "max_concurrency": 8 * len(members[0])}
+        several = ray.remote(SmallProcesses).options(**options)
+        hosts = [several.remote(plan, each, str(ROOT)) for each in members]
+        actors: List[Any] = [Member(hosts[index % processes], index) for index in range(instances)]
+    else:
+        small = ray.remote(SmallProcess).options(num_cpus=0, max_concurrency=8)
+        actors = [small.remote(plan, index, str(ROOT)) for index in range(instances)]
     ray.get([actor.build.remote() for actor in actors], timeout=_START_S)
-    print(f"Ray {ray.__version__}; {instances} processes started in {time.monotonic() - began_s:.1f} s; CPU seconds:")
+    print(f"Ray {ray.__version__}; {processes} processes started in {time.monotonic() - began_s:.1f} s; CPU seconds:")
     for kind, seconds in sorted((_cpu_seconds() - before_s).items()):
-        print(f"    {kind:20} {seconds:6.1f}, per instance {seconds / instances:.3f}", flush=True)
+        print(f"    {kind:20} {seconds:6.1f}, per process {seconds / processes:.3f}", flush=True)
     return actors
 
 
@@ -190,6 +241,7 @@ def main() -> None:
     parser.add_argument("--interval", type=float, default=0.2, help="seconds between two calls")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--baseline", action="store_true", help="also measure one message per wait")
+    parser.add_argument("--per-core", type=int, help="processes per core, with several instances each")
     parser.add_argument("--no-template", action="store_true", help="start the processes without raypod's template")
     args = parser.parse_args()
     receivers: Dict[str, Receive] = {"raypod": by_watch}
@@ -200,7 +252,7 @@ def main() -> None:
         placement = plan_of(1, 1, run_dir).placement
         session = RaySession(placement, start_bound=(_START_S, "start"), has_template=not args.no_template)
         try:
-            actors = start(max(args.instances), session, run_dir)
+            actors = start(max(args.instances), args.per_core, session, run_dir)
             for _ in range(args.rounds):
                 for instances in args.instances:
                     plan = plan_of(instances, args.calls, run_dir)
