@@ -18,6 +18,8 @@ from raypod.system.process import script_command
 
 _REAPER_S = 10.0  # longer than the reaper takes
 _RAY_WAITS_S = 30.0
+_LOOK_S = 0.02
+_OPTIONS = "_get_gcs_client_options"  # of `ray._private.services`
 
 
 class RayProcesses:
@@ -99,16 +101,22 @@ def only_needed(ray: Any) -> Iterator[None]:
 def patient(services: Any, seconds: float) -> Iterator[None]:
     """Let Ray wait for its raylet for some time, at least for the 30 s after which it gives up by itself.
 
-    Ray waits in C++ for `RAY_raylet_start_wait_time_s`, during which no signal is handled, and repeats that.
+    Ray waits in C++ for `RAY_raylet_start_wait_time_s`, during which no signal is handled, and repeats that. There it
+    looks once per second, so that it often waits a second too long: it is asked when the raylet is known.
     """
     names = [name for name in ("get_node", "wait_for_node") if hasattr(services, name)]  # the second one until 2.10
     replaced = {name: getattr(services, name) for name in names}
 
-    def get_node(*arguments: Any) -> Any:
+    def get_node(address: str, *more: Any) -> Any:
         deadline = time.monotonic() + seconds
+        if hasattr(services, _OPTIONS):
+            state = services.ray._private.state.GlobalState()
+            state._initialize_global_state(getattr(services, _OPTIONS)(address))
+            while not state.node_table() and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
         while True:
             try:
-                return replaced["get_node"](*arguments)
+                return replaced["get_node"](address, *more)
             except RuntimeError:  # the raylet is not known yet
                 if time.monotonic() > deadline:
                     raise

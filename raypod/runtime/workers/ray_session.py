@@ -37,6 +37,7 @@ _TRIES = (1 / 6, 2 / 6, 3 / 6, 3 / 6)
 _START_BOUND = (120.0, "start timeout")
 _DEAF_S = 10  # in which no signal is handled while Ray waits for its raylet
 _START_WAIT = "RAY_raylet_start_wait_time_s"
+_IDLE = "RAY_idle_worker_killing_time_threshold_ms"
 _MAX_ADDRESS_BYTES = 1024
 _OBJECT_STORE_BYTES = 80_000_000  # it carries only reports; Ray's minimum is 75 MB
 # Since this version, workers can start, and import a module, while the session does. Older ones, as 2.10, would restart
@@ -184,7 +185,7 @@ class RaySession:
             variables["RAY_preload_python_modules"] = self._preload
             # Such a worker is idle until its instance is placed. Ray ends idle workers after 1 s if no core is free,
             # and the reservation takes the cores first: the instance would start a worker of its own.
-            variables["RAY_idle_worker_killing_time_threshold_ms"] = "10000"
+            variables[_IDLE] = os.environ.get(_IDLE) or "10000"
             # Read when torch is imported.
             variables["OMP_NUM_THREADS"] = str(self._placement.instances[0].threads_per_replica)
         return variables

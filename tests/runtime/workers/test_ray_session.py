@@ -13,7 +13,7 @@ import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 
@@ -107,8 +107,11 @@ def fails(what: str = NOTHING, kind: type = Exception) -> None:
     raise kind(what)
 
 
-def test_a_local_session_starts_only_the_processes_that_it_uses(ray: FakeRay, unopened: RaySession) -> None:
+def test_a_local_session_starts_only_the_processes_that_it_uses(
+    ray: FakeRay, unopened: RaySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started, variables = Node(), {}
+    monkeypatch.setenv("RAY_idle_worker_killing_time_threshold_ms", "7")
 
     def start() -> None:
         started.start_all()
@@ -122,6 +125,7 @@ def test_a_local_session_starts_only_the_processes_that_it_uses(ray: FakeRay, un
     assert [int(value) for value in retries] == [20, 500]  # 10 s in all
     assert (variables["RAY_worker_niceness"], variables["RAY_AUTH_MODE"]) == ("0", "token")
     assert len(variables["RAY_AUTH_TOKEN"]) == 64
+    assert variables["RAY_idle_worker_killing_time_threshold_ms"] == "7", "the user's counts"
     assert (ray.options["address"], ray.options["log_to_driver"]) == ("local", False)
     assert not ray.worker._worker_logs_enabled
     unopened.close()
@@ -212,6 +216,42 @@ def test_a_session_that_does_not_start_is_tried_for_longer(ray: FakeRay, monkeyp
     assert [line.rpartition("; ")[2] for line in said] == [f"{words} {seconds} s" for seconds in (100, 130)]
     assert (services.get_node, services.wait_for_node("gcs")) == (unknown, 30)
     assert ray.done == ["shutdown", "processes"] * 3
+
+
+@pytest.mark.parametrize("appears_after", [2, None])
+def test_ray_is_asked_for_its_raylet_when_that_is_known(
+    appears_after: Optional[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, looks, asked = [0.0], [], []
+
+    class State:
+        def _initialize_global_state(self, options: str) -> None:
+            assert options == "options of gcs:1"
+
+        def node_table(self) -> List[str]:
+            looks.append(now_s[0])
+            return ["node"] if len(looks) - 1 == appears_after else []
+
+    def get_node(*names: str) -> str:
+        asked.append(names)
+        if appears_after is None:
+            now_s[0] += 5.0
+            fails("unknown node", RuntimeError)
+        return "node"
+
+    state = SimpleNamespace(_private=SimpleNamespace(state=SimpleNamespace(GlobalState=State)))
+    services = SimpleNamespace(get_node=get_node, _get_gcs_client_options=lambda gcs: f"options of {gcs}", ray=state)
+    monkeypatch.setattr(ray_processes.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(ray_processes.time, "sleep", lambda seconds: now_s.__setitem__(0, now_s[0] + seconds))
+    with ray_processes.patient(services, 7.0):
+        if appears_after is None:
+            with pytest.raises(RuntimeError, match="unknown node"):
+                services.get_node("gcs:1", "id")
+        else:
+            assert services.get_node("gcs:1", "id") == "node"
+    assert looks[:3] == [0.0, 0.02, 0.04]
+    assert (asked, 7.0 <= looks[-1] < 7.03) == ([("gcs:1", "id")], appears_after is None)
+    assert services.get_node is get_node
 
 
 @pytest.mark.parametrize(("bound_s", "attempts"), [(120.0, "4 attempts"), (0.5, "1 attempt")])
