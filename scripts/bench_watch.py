@@ -94,7 +94,7 @@ class SmallProcesses:
 
     def run(self, index: int, segment: Segment) -> Iterator[List[CallReport]]:
         """See `InstanceProcess.run`."""
-        return self._members[index].run(segment)
+        yield from self._members[index].run(segment)
 
 
 class Member:
