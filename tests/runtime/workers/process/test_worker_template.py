@@ -196,10 +196,12 @@ def test_the_descriptors_of_a_broken_request_are_closed(text: bytes) -> None:
 
 def test_resident_pages_of_files_are_released_except_those_that_were_written(tmp_path: Path) -> None:
     size = 8 << 20
-    (tmp_path / "read").write_bytes(b"r" * size)
-    (tmp_path / "written").write_bytes(b"w" * size)
-    with (tmp_path / "read").open("rb") as read, (tmp_path / "written").open("rb") as written:
-        maps = [mmap.mmap(each.fileno(), size, access=mmap.ACCESS_COPY) for each in (read, written)]
+    maps = []
+    for name in ("read", "written"):
+        path = tmp_path / name
+        path.write_bytes(name[:1].encode() * size)
+        with path.open("rb") as file:
+            maps.append(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
     maps[1][:3] = b"new"
     for each in maps:
         assert each[:: mmap.PAGESIZE].count(each[-1:]) >= size // mmap.PAGESIZE - 1  # every page is read
