@@ -103,17 +103,29 @@ def count_threads() -> int:
 
 
 def release_files() -> None:
-    """Release the resident pages of libraries, as code, which this process does not run and forks map themselves."""
-    advise = ctypes.CDLL(None, use_errno=True).madvise
+    """Release the resident pages of mapped files, as the code of torch, which this process does not run.
+
+    A fork maps such a page when it first uses it. Mappings that can be written, or have pages that were, are kept: the
+    linker writes to some, which are read-only afterwards. Without `/proc/self/smaps` (an option of the kernel) nothing
+    is released.
+    """
+    advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    begin = end = 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return
+    span: Optional[Tuple[int, int]] = None
+    for line in lines:
         name, *values = line.split()
         if not name.endswith(":"):
             begin, end = (int(each, 16) for each in name.split("-"))
-            is_file = len(values) > 4 and values[4].startswith("/")
-        elif name == "Anonymous:" and is_file and values[0] == "0":  # the kernel reads the others from the file again
-            advise(begin, end - begin, _MADV_DONTNEED)
+            is_candidate = "w" not in values[0] and len(values) > 4 and values[4].startswith("/")
+            span = (begin, end - begin) if is_candidate else None
+        elif name in ("Anonymous:", "Swap:") and values[0] != "0":
+            span = None
+        elif name == "VmFlags:" and span is not None:  # the last line of a mapping
+            advise(*span, _MADV_DONTNEED)
 
 
 def receive(connection: socket.socket) -> Tuple[Dict[str, Any], List[int]]:

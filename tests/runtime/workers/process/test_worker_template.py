@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import json
 import mmap
 import os
@@ -194,23 +195,39 @@ def test_the_descriptors_of_a_broken_request_are_closed(text: bytes) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_resident_pages_of_files_are_released_except_those_that_were_written(tmp_path: Path) -> None:
-    size = 8 << 20
-    maps = []
-    for name in ("read", "written"):
+def test_resident_pages_of_files_are_released_except_those_that_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, maps = 8 << 20, {}
+    for name, access in (("read", mmap.ACCESS_READ), ("unwritten", mmap.ACCESS_COPY), ("written", mmap.ACCESS_COPY)):
         path = tmp_path / name
         path.write_bytes(name[:1].encode() * size)
         with path.open("rb") as file:
-            maps.append(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
-    maps[1][:3] = b"new"
-    for each in maps:
+            maps[name] = mmap.mmap(file.fileno(), size, access=access)
+    maps["written"][:3] = b"new"
+    # As the linker does with what it has written.
+    library, page = ctypes.CDLL(None), ctypes.c_char.from_buffer(maps["written"])
+    assert library.mprotect(ctypes.c_void_p(ctypes.addressof(page)), ctypes.c_size_t(size), mmap.PROT_READ) == 0
+    for each in maps.values():
         assert each[:: mmap.PAGESIZE].count(each[-1:]) >= size // mmap.PAGESIZE - 1  # every page is read
-    before = psutil.Process().memory_info()
+
+    def resident() -> Dict[str, int]:
+        found = {}
+        for each in psutil.Process().memory_maps():
+            if Path(each.path).parent == tmp_path:
+                found[Path(each.path).name] = each.rss
+        return found
+
+    assert resident() == dict.fromkeys(maps, size)
     worker_template.release_files()
-    after = psutil.Process().memory_info()
-    assert before.shared - after.shared > size
-    assert (maps[0][:3], maps[0][-1:], maps[1][:4], maps[1][-1:]) == (b"rrr", b"r", b"neww", b"w")
-    for each in maps:
+    assert resident() == {"read": 0, "unwritten": size, "written": size}
+    assert (maps["read"][:3], maps["read"][-1:]) == (b"rrr", b"r")
+    assert (maps["written"][:4], maps["written"][-1:]) == (b"neww", b"w")
+    with monkeypatch.context() as patched:
+        patched.setattr(worker_template, "Path", lambda name: tmp_path / "none")
+        worker_template.release_files()  # a kernel without this file
+    del page
+    for each in maps.values():
         each.close()
 
 
