@@ -39,6 +39,8 @@ _KINDS = (
     ("ray::", "instance"),
     ("default_worker.py", "instance"),
     ("gcs_server", "GCS"),
+    ("worker_template.py", "template"),
+    ("ray_reaper.py", "reaper"),
 )
 _PEER = """
 import os

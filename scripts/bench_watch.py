@@ -207,8 +207,7 @@ def start(instances: int, per_core: Optional[int], session: RaySession, run_dir:
     processes = min(instances, per_core * (os.cpu_count() or 1)) if per_core else instances
     if per_core:
         members = [list(range(first, instances, processes)) for first in range(processes)]
-        options = {"num_cpus": 0, "max_concurrency": 8 * len(members[0])}
-        several = ray.remote(SmallProcesses).options(**options)
+        several = ray.remote(SmallProcesses).options(num_cpus=0, max_concurrency=8 * len(members[0]))
         hosts = [several.remote(plan, each, str(ROOT)) for each in members]
         actors: List[Any] = [Member(hosts[index % processes], index) for index in range(instances)]
     else:

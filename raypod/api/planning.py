@@ -221,7 +221,7 @@ def _standby_bytes(plan: Plan) -> Optional[int]:
     """
     import psutil
 
-    release_freed_memory()  # data in it would be no growth
+    release_freed_memory()  # data that is loaded into it would not count
     before = psutil.Process().memory_info()
     try:
         data = task_of_plan(plan).load()  # stays in memory until the measurement

@@ -19,7 +19,6 @@ from raypod.system.process import script_command
 _REAPER_S = 10.0  # longer than the reaper takes
 _RAY_WAITS_S = 30.0
 _LOOK_S = 0.02
-_OPTIONS = "_get_gcs_client_options"  # of `ray._private.services`
 
 
 class RayProcesses:
@@ -109,11 +108,8 @@ def patient(services: Any, seconds: float) -> Iterator[None]:
 
     def get_node(address: str, *more: Any) -> Any:
         deadline = time.monotonic() + seconds
-        if hasattr(services, _OPTIONS):
-            state = services.ray._private.state.GlobalState()
-            state._initialize_global_state(getattr(services, _OPTIONS)(address))
-            while not state.node_table() and time.monotonic() < deadline:
-                time.sleep(_LOOK_S)
+        if hasattr(services, "_get_gcs_client_options"):
+            _wait_for_raylet(services, address, deadline)
         while True:
             try:
                 return replaced["get_node"](address, *more)
@@ -130,3 +126,10 @@ def patient(services: Any, seconds: float) -> Iterator[None]:
     finally:
         for name, function in replaced.items():
             setattr(services, name, function)
+
+
+def _wait_for_raylet(services: Any, address: str, deadline: float) -> None:
+    state = services.ray._private.state.GlobalState()
+    state._initialize_global_state(services._get_gcs_client_options(address))
+    while not state.node_table() and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
