@@ -8,6 +8,7 @@ The updates that `--profile` records, as whole calls.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Dict, List, Optional, Sequence, Tuple
 
 from raypod.errors import ConfigError
@@ -45,7 +46,7 @@ class Geometry(Sizes):
         """Samples of one replica per update."""
         return self.micro_batch_size * self.gradient_accumulation
 
-    @property
+    @functools.cached_property
     def global_batch_size(self) -> int:
         """Samples of all replicas per update."""
         return self.replica_samples * self.total_replicas
@@ -55,17 +56,17 @@ class Geometry(Sizes):
         """Device iterations, gradient accumulation and local replicas: the order of an instance's micro-batches."""
         return self.device_iterations, self.gradient_accumulation, self.local_replicas
 
-    @property
+    @functools.cached_property
     def micro_batches_per_call(self) -> int:
         """Micro-batches of one instance per call: the leading dimensions of its combined batch."""
         return self.device_iterations * self.gradient_accumulation * self.local_replicas
 
-    @property
+    @functools.cached_property
     def combined_batch_size(self) -> int:
         """Samples of one instance per call, ordered [device iteration, accumulation, local replica, micro-batch]."""
         return self.micro_batches_per_call * self.micro_batch_size
 
-    @property
+    @functools.cached_property
     def samples_per_call(self) -> int:
         """Samples of all instances per call."""
         return self.combined_batch_size * self.num_instances
@@ -201,12 +202,12 @@ class Plan:
     def _metric(self, name: str) -> Metric:
         return next(metric for metric in self.task.evaluated_metrics if metric.name == name)
 
-    @property
+    @functools.cached_property
     def updates_per_epoch(self) -> int:
         """Updates in one pass over the training split."""
         return self.geometry.updates_per_epoch(self.dataset_size.train_samples)
 
-    @property
+    @functools.cached_property
     def total_updates(self) -> int:
         """Updates of the whole run."""
         in_epochs = self.updates_per_epoch * self.config.training.epochs
