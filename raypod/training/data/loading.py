@@ -246,18 +246,21 @@ class FixedShapes:
     def __init__(self, split: str, names: Optional[Sequence[str]], data: Any = None) -> None:
         """`names`: of the tensors of a batch; None if they have none. `data`: the split."""
         self._split, self._names, self._way_out = split, names, way_out_of(data)
-        self._first: Optional[Tuple[int, Any]] = None  # its first sample, and its shapes
+        self._first: Optional[Tuple[int, List[Any]]] = None  # its first sample, and its shapes and types
 
     def check(self, samples: np.ndarray, batch: Sequence[torch.Tensor]) -> None:
         """Check a batch of these samples. ConfigError, with a sample of each, if it differs from the first batch."""
-        shapes = [SimpleNamespace(shape=each.shape[1:], dtype=each.dtype) for each in batch]
-        found = tuple(shapes) if self._names is None else dict(zip(self._names, shapes))
+        found = [(each.shape[1:], each.dtype) for each in batch]
         if self._first is None:
             self._first = int(samples[0]), found
-        difference = _difference(self._first[1], found)
-        if difference:
+        if found != self._first[1]:
             what = f"{self._split} samples {self._first[0]} and {samples[0]} have different shapes or types"
+            difference = _difference(self._named(self._first[1]), self._named(found))
             raise ConfigError(f"{what}: {difference}; {self._way_out}")
+
+    def _named(self, batch: List[Any]) -> Any:
+        entries = [SimpleNamespace(shape=shape, dtype=dtype) for shape, dtype in batch]
+        return tuple(entries) if self._names is None else dict(zip(self._names, entries))
 
 
 def _difference(one: Any, other: Any) -> str:
