@@ -128,7 +128,12 @@ def lines_with(path: Path, words: Sequence[bytes]) -> Iterator[Dict[str, Any]]:
 
 def event_name(event_type: type) -> str:
     """Return the name of a type of event in the log, as in `checkpoint_saved`."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event_type.__name__).lower()
+    return _in_words(event_type.__name__)
+
+
+@functools.lru_cache(maxsize=None)
+def _in_words(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def fields_of(event: Event) -> Dict[str, Any]:

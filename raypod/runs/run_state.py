@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 from raypod.errors import LeaseLost, Preempted, RaypodError
 from raypod.events import Event, Repaired, RunEnded, RunStarted, UpdateDone
@@ -144,25 +144,22 @@ class StateFile(Callback):
         """Write what the view says after an event."""
         if not isinstance(event, (RunStarted, UpdateDone, Repaired, RunEnded)):
             return
-        view = self._view
-        known: Dict[str, Any] = {}
-        if view.update is not None:
-            known = {"loss": view.update.loss, "samples_per_s": view.update.samples_per_s}
-            known["eta_s"] = view.plan.eta_s(view.position, view.update.samples_per_s)
-        self._state = dataclasses.replace(
-            self._state, update=view.position, restarts=view.restarts, state=RUNNING, **known
-        )
+        if isinstance(event, UpdateDone) and time.monotonic() < self._next_write_s:
+            return
+        update, restarts = self._view.position, self._view.restarts
+        self._state = dataclasses.replace(self._newest(), state=RUNNING, update=update, restarts=restarts)
         if isinstance(event, RunEnded):
             code, state = (cli.INTERRUPTED, INTERRUPTED) if event.interrupted else (0, DONE)
             if event.preempted:
                 code, state = self._preemption_exit_code, PREEMPTED
             self._state = dataclasses.replace(self._state, state=state, exit_code=code)
-        elif not isinstance(event, UpdateDone) or time.monotonic() >= self._next_write_s:
+        else:
             self._write(self._state)
 
     def copy_to(self, folder: Path) -> None:
         """Write into another run folder that the run has failed. OSError as from the disk."""
-        failed = dataclasses.replace(self._state, state=FAILED, exit_code=1, status_port=None, status_token_file=None)
+        failed = dataclasses.replace(self._newest(), state=FAILED, exit_code=1)
+        failed = dataclasses.replace(failed, status_port=None, status_token_file=None)
         replace_file(folder / STATE, (strict_json(dataclasses.asdict(failed)) + "\n").encode())
 
     def __enter__(self) -> StateFile:
@@ -177,11 +174,20 @@ class StateFile(Callback):
         """Write how the run ended, unless another process has taken over the folder."""
         if isinstance(error, LeaseLost):
             return
-        self._state = dataclasses.replace(self._state, status_port=None, status_token_file=None, eta_s=None)
+        self._state = dataclasses.replace(self._newest(), status_port=None, status_token_file=None, eta_s=None)
         if error is not None:
             state, code, message = end_of(error)
             self._state = dataclasses.replace(self._state, state=state, exit_code=code, message=message)
         self._write(self._state)
+
+    def _newest(self) -> RunState:
+        """Return the state after the last update: not every update is written."""
+        view, last = self._view, self._view.update
+        if last is None:
+            return self._state
+        state = dataclasses.replace(self._state, update=view.position, restarts=view.restarts)
+        eta_s = view.plan.eta_s(view.position, last.samples_per_s)
+        return dataclasses.replace(state, loss=last.loss, samples_per_s=last.samples_per_s, eta_s=eta_s)
 
     def _write(self, state: RunState) -> None:
         self._state, began_s = state, time.monotonic()

@@ -46,8 +46,10 @@ class Mirror(Callback):
 
     def on_event(self, event: Event) -> None:
         """Start the process when the run trains, tell it about checkpoints, and look for failures."""
+        if self._path is None:
+            return
         mirror = self._process
-        if isinstance(event, TRAINS) and self._path is not None and not self._is_started:
+        if isinstance(event, TRAINS) and not self._is_started:
             self._is_started = True
             mirror.start()
         elif isinstance(event, CheckpointSaved):

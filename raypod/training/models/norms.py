@@ -55,6 +55,8 @@ class NormMeter:
 
     def after_call(self) -> Norms:
         """Return the norms of each update of a call, and note its weights. Those of weights are in the last update."""
+        if not (self._names or self._has_gradients):
+            return ()
         unknown = dict.fromkeys(self._names, math.nan)
         found: List[Dict[str, float]] = [dict(unknown) for _ in range(self._iterations)]
         if self._has_gradients:
@@ -62,7 +64,7 @@ class NormMeter:
         weights = {"weight_norm": self._weight_norm, "update_ratio": self._update_ratio}
         found[-1].update({name: weights[name]() for name in self._names})
         self._note_weights()
-        return tuple(found) if any(found) else ()
+        return tuple(found)
 
     def _weight_norm(self) -> float:
         return norm(self._parameters())
