@@ -383,14 +383,14 @@ def request_average(average: torch.nn.Parameter, weight: torch.Tensor, factor: t
     setattr(average, _REQUEST, _RequestedAverage(weight.detach(), factor.detach()))
 
 
-@torch.no_grad()
 def apply_averages(parameters: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
     """Make the updates that a forward with `parameters` has requested, in `weights` (float32 for half)."""
     for name, parameter in parameters.items():
         requested = vars(parameter).pop(_REQUEST, None)
         if requested is not None:
-            new = updated_average(weights[name], requested.weight.to(weights[name].dtype), requested.factor)
-            weights[name].copy_(new)
+            with torch.no_grad():
+                new = updated_average(weights[name], requested.weight.to(weights[name].dtype), requested.factor)
+                weights[name].copy_(new)
 
 
 def discard_averages(parameters: Iterable[torch.Tensor]) -> None:

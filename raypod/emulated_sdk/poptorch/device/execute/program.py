@@ -191,9 +191,8 @@ class Program:
         except BaseException:
             self._update.abort()
             self._transaction.roll_back()
-            raise
-        finally:
             self._update.discard_gradients()
+            raise
         self._transaction.commit()
         results = call.outputs.assemble()
         self.anchored = call.anchors.assemble()
