@@ -122,8 +122,8 @@ Open = Callable[..., Session]
 
 
 @pytest.fixture
-def session(make: Make, tmp_path: Path) -> Iterator[Open]:
-    """`session("b c", number)`: copies of a run on these hosts and the coordinator's."""
+def copying(make: Make, tmp_path: Path) -> Iterator[Open]:
+    """`copying("b c", number)`: copies of a run on these hosts and the coordinator's."""
     found: List[Session] = []
 
     def build(names: str, number: int = 2, **settings: Any) -> Session:
@@ -135,8 +135,8 @@ def session(make: Make, tmp_path: Path) -> Iterator[Open]:
         each.close()
 
 
-def test_the_newest_checkpoint_is_kept_on_so_many_hosts(session: Open) -> None:
-    run = session("b c d", 3)
+def test_the_newest_checkpoint_is_kept_on_so_many_hosts(copying: Open) -> None:
+    run = copying("b c d", 3)
     for update in (44, 88):
         run.save(update)
         assert run.is_held("b", update)
@@ -163,8 +163,8 @@ def fail_from(first: int) -> Fault:
 
 
 @pytest.mark.parametrize("first", [1, 2, 4, 7])
-def test_another_host_takes_the_place_of_one_that_is_lost_in_a_transfer(session: Open, first: int) -> None:
-    run = session("b c")
+def test_another_host_takes_the_place_of_one_that_is_lost_in_a_transfer(copying: Open, first: int) -> None:
+    run = copying("b c")
     run.fleet.faults["b"] = fail_from(first)
     run.save(44)
     assert run.is_held("c", 44)
@@ -180,8 +180,8 @@ def test_another_host_takes_the_place_of_one_that_is_lost_in_a_transfer(session:
     assert not (folder / "ended").exists()  # an interrupted run
 
 
-def test_a_host_that_keeps_failing_is_a_warning_and_is_tried_again_with_the_next_checkpoint(session: Open) -> None:
-    run = session("b")
+def test_a_host_that_keeps_failing_is_a_warning_and_is_tried_again_with_the_next_checkpoint(copying: Open) -> None:
+    run = copying("b")
     run.fleet.faults["b"] = fail_from(4)
     run.save(44)
     assert wait_until(lambda: len(run.fleet.servers) == 2)  # each checkpoint is tried twice
@@ -206,8 +206,8 @@ def is_paused_in(method: str, arrived: threading.Event, released: threading.Even
     return wait
 
 
-def test_the_newest_checkpoint_wins_while_a_host_is_slow(session: Open) -> None:
-    run, released, arrived = session("b"), threading.Event(), threading.Event()
+def test_the_newest_checkpoint_wins_while_a_host_is_slow(copying: Open) -> None:
+    run, released, arrived = copying("b"), threading.Event(), threading.Event()
     run.fleet.faults["b"] = is_paused_in("commit", arrived, released)
     run.save(44)
     assert arrived.wait(60)
@@ -221,8 +221,8 @@ def test_the_newest_checkpoint_wins_while_a_host_is_slow(session: Open) -> None:
     assert (run.end()["held"], run.warnings) == (2, [])
 
 
-def test_a_checkpoint_that_is_removed_or_damaged_here_is_no_fault_of_the_other_host(session: Open) -> None:
-    run = session("b c")
+def test_a_checkpoint_that_is_removed_or_damaged_here_is_no_fault_of_the_other_host(copying: Open) -> None:
+    run = copying("b c")
     removed = save(run.plan, 44)
     files.remove_folder(removed.path)
     run.copies.on_event(CheckpointSaved(44, str(removed.path), ""))
@@ -242,8 +242,8 @@ def test_a_checkpoint_that_is_removed_or_damaged_here_is_no_fault_of_the_other_h
     assert "the SHA-256 of weights.safetensors does not match" in warning
 
 
-def test_the_end_of_the_run_waits_for_a_limited_time(session: Open) -> None:
-    run, released = session("b", left_s=0.3), threading.Event()
+def test_the_end_of_the_run_waits_for_a_limited_time(copying: Open) -> None:
+    run, released = copying("b", left_s=0.3), threading.Event()
     run.fleet.faults["b"] = is_paused_in("commit", threading.Event(), released)
     run.save(44)
     run.copies.on_event(RunEnded(44, False, "", None))
@@ -253,8 +253,8 @@ def test_the_end_of_the_run_waits_for_a_limited_time(session: Open) -> None:
     assert run.warnings == ["the last checkpoint is not copied to other hosts within 0 s"]
 
 
-def test_fewer_hosts_than_copies_are_a_warning_and_without_copies_nothing_is_started(session: Open) -> None:
-    run = session("b", 3)
+def test_fewer_hosts_than_copies_are_a_warning_and_without_copies_nothing_is_started(copying: Open) -> None:
+    run = copying("b", 3)
     run.save(44)
     assert run.is_held("b", 44)
     assert run.end()["held"] == 2
@@ -262,14 +262,14 @@ def test_fewer_hosts_than_copies_are_a_warning_and_without_copies_nothing_is_sta
     assert first.startswith("--checkpoint-copies 3: only 1 other host is alive, so there are fewer copies until")
     assert second.startswith("update-00000044 is on 2 of 3 hosts")
     files.remove_folder(Path(run.plan.run_dir))
-    run = session("b", 1)
+    run = copying("b", 1)
     run.save(44)
     assert (run.copies.summary(), run.fleet.servers) == ({}, [])
     assert not Path(run.plan.run_dir, layout.COPIES).exists()
 
 
-def test_hosts_with_one_disk_count_as_one(session: Open) -> None:
-    run = session("b c d e", 3, shared=("b", "c", "head"))
+def test_hosts_with_one_disk_count_as_one(copying: Open) -> None:
+    run = copying("b c d e", 3, shared=("b", "c", "head"))
     run.save(44)
     assert run.is_held("e", 44)
     assert run.end()["hosts"][1:] == ["d", "e"]
@@ -279,12 +279,12 @@ def test_hosts_with_one_disk_count_as_one(session: Open) -> None:
     assert not list(run.fleet.disk("b").rglob("*.host"))
 
 
-def test_a_copy_that_a_host_has_already_is_not_sent_again(session: Open) -> None:
-    first = session("b")
+def test_a_copy_that_a_host_has_already_is_not_sent_again(copying: Open) -> None:
+    first = copying("b")
     first.save(44)
     assert first.is_held("b", 44)
     identity = first.end(interrupted=True)["run_id"]
-    again = session("b")
+    again = copying("b")
     assert again.end()["held"] == 2
     ((_, server),) = again.fleet.servers
     assert server.methods == ["open", "end", "close"]
