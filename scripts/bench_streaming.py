@@ -40,6 +40,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import numpy as np  # noqa: E402 - needs the path above
 
 from raypod.plan.resolve import from_values  # noqa: E402
+from raypod.system.files import FilePart  # noqa: E402
 from raypod.system.usage import cpu_seconds_of  # noqa: E402
 from raypod.training import data as datasets  # noqa: E402
 from raypod.training.data import packing  # noqa: E402
@@ -280,7 +281,7 @@ def upload(folder: Path, url: str) -> None:
     for file in sorted(folder.rglob("*")):
         if file.is_file():
             with file.open("rb") as source:
-                store.write(str(file.relative_to(folder)), source, file.stat().st_size)
+                store.write(str(file.relative_to(folder)), FilePart(source, file.stat().st_size))
 
 
 def peer(args: argparse.Namespace, *words: str) -> str:

@@ -19,7 +19,7 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Union
+from typing import Any, BinaryIO, Callable, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Union
 
 from raypod.errors import WaitTimedOut
 
@@ -35,6 +35,24 @@ _STEPS = {"{": 1, "[": 1, "]": -1, "}": -1}
 Bytes = Union[bytes, memoryview]
 _ATTEMPTS = 20
 _held: List[HeldFolder] = []  # of this process
+
+
+class FilePart(NamedTuple):
+    """The first `size_bytes` bytes of an open file, which may grow, be replaced or be removed meanwhile."""
+
+    file: BinaryIO
+    size_bytes: int
+
+    def chunks(self, chunk_bytes: int = 1 << 20) -> Iterator[bytes]:
+        """Yield the bytes in order; fewer if the file was truncated."""
+        self.file.seek(0)
+        left = self.size_bytes
+        while left:
+            data = self.file.read(min(chunk_bytes, left))
+            if not data:
+                return
+            left -= len(data)
+            yield data
 
 
 class NewFile:
@@ -82,8 +100,7 @@ def keep_beginning(path: Path, size: int) -> None:
     """Remove all but the first `size` bytes of a file atomically; a file that is no longer is left as it is."""
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size > size:
-            starts = range(0, size, _CHUNK_BYTES)
-            _replace(path, (file.read(min(_CHUNK_BYTES, size - start)) for start in starts))
+            _replace(path, FilePart(file, size).chunks())
 
 
 def _replace(path: Path, content: Iterable[bytes]) -> None:

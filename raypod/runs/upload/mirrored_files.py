@@ -22,13 +22,13 @@ from raypod.plan import layout
 from raypod.plan.config import MANIFEST
 from raypod.plan.layout import CHECKPOINTS
 from raypod.runs.upload.remote_index import Content, RemoteIndex
+from raypod.system.files import FilePart
 from raypod.system.remote.errors import StorageError
 from raypod.system.remote.store import Store
 from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.format import Checkpoint, FileRecord, Retention, checkpoints_to_remove
 
 LATEST = f"{CHECKPOINTS}/LATEST"
-_CHUNK_BYTES = 1 << 20
 
 
 class Version(NamedTuple):
@@ -61,52 +61,20 @@ def versions(run_dir: Path) -> Dict[str, Version]:
 
 def version(path: Path) -> Version:
     """Return the version of a file. FileNotFoundError if there is none."""
-    facts = path.stat()
+    return _version_in(path.stat())
+
+
+def _version_in(facts: os.stat_result) -> Version:
     return Version(facts.st_ino, facts.st_size, facts.st_mtime_ns)
 
 
-class Snapshot:
-    """The bytes that a file has when it is opened: it may grow, be replaced or be removed meanwhile."""
-
-    def __init__(self, path: Path) -> None:
-        """OSError if it cannot be opened."""
-        self._file: BinaryIO = path.open("rb")
-        facts = os.fstat(self._file.fileno())
-        self.version = Version(facts.st_ino, facts.st_size, facts.st_mtime_ns)
-
-    @property
-    def size_bytes(self) -> int:
-        """The number of bytes."""
-        return self.version.size_bytes
-
-    def content(self) -> Content:
-        """Return the size and hash of the bytes."""
-        digest, left = hashlib.sha256(), self.size_bytes
-        self._file.seek(0)
-        while left:
-            chunk = self._file.read(min(_CHUNK_BYTES, left))
-            if not chunk:
-                break
-            digest.update(chunk)
-            left -= len(chunk)
-        return Content(self.size_bytes - left, digest.hexdigest())
-
-    def reader(self) -> BinaryIO:
-        """Return the open file at its beginning."""
-        self._file.seek(0)
-        return self._file
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def opened(path: Path) -> Optional[Snapshot]:
-    """Return a snapshot of a file; None if there is none."""
-    try:
-        return Snapshot(path)
-    except FileNotFoundError:
-        return None
+def _content_of(part: FilePart) -> Content:
+    """Return the size and hash of what can be read of it."""
+    digest, size_bytes = hashlib.sha256(), 0
+    for chunk in part.chunks():
+        digest.update(chunk)
+        size_bytes += len(chunk)
+    return Content(size_bytes, digest.hexdigest())
 
 
 class MirroredFiles:
@@ -144,27 +112,27 @@ class MirroredFiles:
             StorageError: the storage holds something else after the upload.
         """
         with contextlib.ExitStack() as stack:
-            snapshots: Dict[str, Snapshot] = {}
+            files: Dict[str, Tuple[BinaryIO, Version]] = {}
             contents: Dict[str, Content] = {}
             for name in names:
                 try:
-                    snapshot = opened(self._run_dir / name)
-                    if snapshot is None:
-                        continue
-                    stack.callback(snapshot.close)
-                    contents[name], snapshots[name] = snapshot.content(), snapshot
+                    file = stack.enter_context((self._run_dir / name).open("rb"))
+                    opened = _version_in(os.fstat(file.fileno()))
+                    contents[name], files[name] = _content_of(FilePart(file, opened.size_bytes)), (file, opened)
+                except FileNotFoundError:
+                    continue
                 except OSError as error:  # it must not keep the others, and the checkpoints, from the storage
                     self.damaged[name] = OSError(error.errno, error.strerror, name)
-            if not snapshots:
+            if not files:
                 return
             self._index.check()
             self._index.announce(contents)
-            for name, snapshot in snapshots.items():
+            for name, (source, opened) in files.items():
                 content = contents[name]
-                if self._store.write(name, snapshot.reader(), content.size_bytes) != content.sha256:
+                if self._store.write(name, FilePart(source, content.size_bytes)) != content.sha256:
                     raise StorageError(f"{name} was changed while it was uploaded")
                 self._index.confirm(name, content)
-                self._done[name] = snapshot.version
+                self._done[name] = opened
                 self.uploads += 1
 
 
@@ -285,7 +253,7 @@ class MirroredCheckpoints:
                     self._replace_manifest(remote, own)
                     return
                 storage.verify(own.checkpoint)
-                opened = _open_files(own.checkpoint, stack)
+                opened = storage.open_files(own.checkpoint, stack)
             except (CheckpointDamaged, FileNotFoundError):
                 if storage.is_checkpoint(local.path):
                     raise
@@ -303,15 +271,15 @@ class MirroredCheckpoints:
         self._partly.pop(name, None)
         self.uploads += 1
 
-    def _upload_tensors(self, checkpoint: Checkpoint, opened: Dict[str, Tuple[BinaryIO, int]]) -> None:
+    def _upload_tensors(self, checkpoint: Checkpoint, opened: Dict[str, FilePart]) -> None:
         """Upload the files of a checkpoint, without those that an attempt before has uploaded and verified."""
         folder = f"{CHECKPOINTS}/{checkpoint.path.name}"
         done = self._partly.setdefault(checkpoint.path.name, {})
         sizes = (self._store.list_folder(folder) or {}) if done else {}
-        for name, (source, size_bytes) in opened.items():
+        for name, part in opened.items():
             record = checkpoint.manifest.files[name]
-            if done.get(name) != record or sizes.get(name) != size_bytes:
-                self._store.write(f"{folder}/{name}", source, size_bytes)
+            if done.get(name) != record or sizes.get(name) != part.size_bytes:
+                self._store.write(f"{folder}/{name}", part)
                 done[name] = record
 
     def _replace_manifest(self, before: _Described, own: _Described) -> None:
@@ -378,11 +346,3 @@ def _read_local(local: Checkpoint) -> _Described:
         if found is not None:
             return found._replace(checkpoint=Checkpoint(local.path, found.checkpoint.manifest))
     raise CheckpointDamaged(str(local.path), f"{MANIFEST} does not match {_HASH}")
-
-
-def _open_files(local: Checkpoint, stack: contextlib.ExitStack) -> Dict[str, Tuple[BinaryIO, int]]:
-    """Open all files of a checkpoint: they can be read to the end if it is removed meanwhile."""
-    return {
-        name: (stack.enter_context((local.path / name).open("rb")), record.size_bytes)
-        for name, record in local.manifest.files.items()
-    }

@@ -21,7 +21,7 @@ import traceback
 import uuid
 from collections import Counter, deque
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Collection, Deque, Dict, Iterator, List, NamedTuple, Optional, Set
+from typing import Any, BinaryIO, Callable, Collection, Deque, Dict, Iterator, List, Optional, Set
 
 from raypod.errors import CheckpointDamaged, RaypodError, summarize_exception
 from raypod.events import CheckpointSaved, Event, RunEnded, RunStarted
@@ -31,7 +31,7 @@ from raypod.runs import event_log, run_state
 from raypod.runs.callback import Callback
 from raypod.runtime.workers.fleet import Fleet
 from raypod.system.command_line import INTERRUPTED
-from raypod.system.files import parse_json, replace_file, strict_json
+from raypod.system.files import FilePart, parse_json, replace_file, strict_json
 from raypod.training.checkpoint import storage, transfer
 from raypod.training.checkpoint.format import Checkpoint, Retention
 from raypod.training.checkpoint.transfer import (
@@ -361,21 +361,14 @@ class CopyTargets:
 _LINES = ".jsonl"
 
 
-class Part(NamedTuple):
-    """The first `size_bytes` bytes of an open file."""
-
-    file: BinaryIO
-    size_bytes: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Source:
     """What is sent: a checkpoint, and the run folder as it is at one moment."""
 
     run_dir: Path
     checkpoint: Checkpoint
-    tensors: Dict[str, Part]
-    files: Dict[str, Part]
+    tensors: Dict[str, FilePart]
+    files: Dict[str, FilePart]
     state: bytes  # of state.json: a run that was interrupted after the checkpoint
 
     @property
@@ -409,17 +402,12 @@ def open_source(run_dir: Path, path: Path, folder: Optional[Path] = None) -> Ite
     """
     with contextlib.ExitStack() as stack:
         checkpoint = storage.read_manifest(path)
-        tensors = {
-            name: Part(stack.enter_context((path / name).open("rb")), record.size_bytes)
-            for name, record in checkpoint.manifest.files.items()
-        }
-        files = {}
+        tensors, files = storage.open_files(checkpoint, stack), {}
         for name in layout.names("copy"):
             with contextlib.suppress(FileNotFoundError):
                 file = stack.enter_context(((folder or run_dir) / name).open("rb"))
-                files[name] = Part(
-                    file, _whole_lines(file) if name.endswith(_LINES) else os.fstat(file.fileno()).st_size
-                )
+                size_bytes = _whole_lines(file) if name.endswith(_LINES) else os.fstat(file.fileno()).st_size
+                files[name] = FilePart(file, size_bytes)
         yield Source(run_dir, checkpoint, tensors, files, _interrupted_state(folder or run_dir, checkpoint))
 
 
@@ -459,17 +447,11 @@ def send_source(server: Server, source: Source, run: str, timeout_s: float, is_a
     requests.finish()
 
 
-def _chunks(part: Part, is_abandoned: Callable[[], bool]) -> Iterator[bytes]:
+def _chunks(part: FilePart, is_abandoned: Callable[[], bool]) -> Iterator[bytes]:
     """Read the part of a file in pieces; less if the file was truncated, which the receiver finds."""
-    part.file.seek(0)
-    left = part.size_bytes
-    while left:
+    for data in part.chunks(transfer.CHUNK_BYTES):
         if is_abandoned():
             raise Abandoned
-        data = part.file.read(min(transfer.CHUNK_BYTES, left))
-        if not data:
-            return
-        left -= len(data)
         yield data
 
 

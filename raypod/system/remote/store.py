@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Set, Tuple
 
+from raypod.system.files import FilePart
 from raypod.system.remote.backends import OBJECT_STORES, S3, connect
 from raypod.system.remote.errors import StorageError
 from raypod.system.urls import scheme_of
@@ -48,34 +49,33 @@ class Store:
             with contextlib.suppress(Exception):  # a connection that is lost
                 close()
 
-    def write(self, name: str, source: BinaryIO, size_bytes: int) -> str:
-        """Upload the first `size_bytes` bytes of a file, verify what the storage holds, and return their SHA-256.
+    def write(self, name: str, source: FilePart) -> str:
+        """Upload the part of a file, verify what the storage holds, and return its SHA-256.
 
         An existing object is replaced as a whole: on storages that cannot do that, by renaming a partial file.
 
         Raises:
             StorageError: the storage holds something else after the upload, or the file is shorter.
         """
-        part_bytes = max(_PART_BYTES, -(-size_bytes // _MAX_PARTS // _CHUNK_BYTES) * _CHUNK_BYTES)
+        part_bytes = max(_PART_BYTES, -(-source.size_bytes // _MAX_PARTS // _CHUNK_BYTES) * _CHUNK_BYTES)
         digests, target = Digests(part_bytes if self._is_object_store else None), self._path(name)
         written = target if self._is_object_store else target + _PARTIAL
         with self._writing(written, part_bytes) as output:
-            while digests.size_bytes < size_bytes:
-                chunk = source.read(min(_CHUNK_BYTES, size_bytes - digests.size_bytes))
-                if not chunk:
-                    raise StorageError(f"{name} has become shorter while it was read")
+            for chunk in source.chunks(_CHUNK_BYTES):
                 output.write(chunk)
                 digests.add(chunk)
                 self.progress_s = time.monotonic()
+            if digests.size_bytes < source.size_bytes:
+                raise StorageError(f"{name} has become shorter while it was read")
         self._verify(name, written, digests)
         if written != target:
             self._rename(written, target)
-        self.written_bytes += size_bytes
+        self.written_bytes += source.size_bytes
         return digests.sha256
 
     def write_bytes(self, name: str, content: bytes) -> str:
         """Upload bytes as `write`."""
-        return self.write(name, io.BytesIO(content), len(content))
+        return self.write(name, FilePart(io.BytesIO(content), len(content)))
 
     def read(self, name: str, most_bytes: int = _MAX_READ_BYTES) -> Optional[bytes]:
         """Return the content of a small file, or its first bytes; None if there is none."""

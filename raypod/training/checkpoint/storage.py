@@ -17,7 +17,7 @@ import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ContextManager, Iterator, List, Optional, Tuple, Union
+from typing import ContextManager, Dict, Iterator, List, Optional, Tuple, Union
 
 from raypod.errors import CheckpointDamaged
 from raypod.plan.config import MANIFEST
@@ -152,6 +152,18 @@ def verify(checkpoint: Checkpoint) -> None:
     with ThreadPoolExecutor(threads, "checkpoint-verify") as pool:
         for each in [pool.submit(_verify_hash, checkpoint.path, *item) for item in checkpoint.manifest.files.items()]:
             each.result()
+
+
+def open_files(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> Dict[str, files.FilePart]:
+    """Open all tensor files of a checkpoint until `stack` ends: they can be read if it is removed meanwhile.
+
+    Raises:
+        OSError: a file is missing, as if the checkpoint was removed.
+    """
+    return {
+        name: files.FilePart(stack.enter_context((checkpoint.path / name).open("rb")), record.size_bytes)
+        for name, record in checkpoint.manifest.files.items()
+    }
 
 
 def identity(path: Path) -> Tuple[int, ...]:

@@ -8,17 +8,17 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, List, Optional
+from typing import Any, Iterator, List, Optional
 
 import pytest
 
 from raypod.plan import layout
-from raypod.runs.upload import mirror_record, mirrored_files
+from raypod.runs.upload import mirror_record
 from raypod.runs.upload.mirrored_files import MirroredCheckpoints, MirroredFiles
 from raypod.runs.upload.remote_index import RemoteIndex
 from raypod.runs.upload.remote_run import RemoteRun
 from raypod.system.companion import write_state
-from raypod.system.files import replace_file
+from raypod.system.files import FilePart, replace_file
 from raypod.system.remote.store import Store
 from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.format import Retention
@@ -133,12 +133,12 @@ def test_a_damaged_checkpoint_blocks_nothing(run: Path, url: str, remote: Path, 
 
 @pytest.mark.parametrize("is_passing", [False, True])
 def test_unreadable_files_block_nothing(run: Path, url: str, remote: Path, monkeypatch: Any, is_passing: bool) -> None:
-    content, is_bad = mirrored_files.Snapshot.content, True
+    chunks, is_bad = FilePart.chunks, True
 
-    def read(self: mirrored_files.Snapshot) -> Any:
-        if is_bad and self.reader().name.endswith("metrics.jsonl"):
+    def read(self: FilePart, *size: int) -> Iterator[bytes]:
+        if is_bad and getattr(self.file, "name", "").endswith("metrics.jsonl"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return content(self)
+        return chunks(self, *size)
 
     def end() -> None:
         nonlocal is_bad
@@ -146,7 +146,7 @@ def test_unreadable_files_block_nothing(run: Path, url: str, remote: Path, monke
         assert mirror_record.read(run).error.endswith("Input/output error: 'metrics.jsonl'")
         is_bad = not is_passing
 
-    monkeypatch.setattr(mirrored_files.Snapshot, "content", read)
+    monkeypatch.setattr(FilePart, "chunks", read)
     found = mirror(run, url, script=Script(lambda: save(run, 1), end))
     assert (found.is_complete, found.pending) == (is_passing, () if is_passing else ("metrics.jsonl",))
     assert different_files(run, remote / "a run") == (set() if is_passing else {"metrics.jsonl"})
@@ -308,11 +308,10 @@ def test_a_file_that_changes_while_it_is_uploaded_is_uploaded_again(run: Path, u
     store = Store(f"{url}/a run")
     index = RemoteIndex(store, "run id", "writer", is_known=False)
     index.check()
-    snapshot = mirrored_files.opened(run / "metrics.jsonl")
-    assert snapshot is not None
-    with contextlib.closing(snapshot):
+    with (run / "metrics.jsonl").open("rb") as file:
+        part = FilePart(file, (run / "metrics.jsonl").stat().st_size)
         grow()
-        assert snapshot.content().size_bytes == snapshot.size_bytes
+        assert sum(map(len, part.chunks(3))) == part.size_bytes
     files = MirroredFiles(run, store, index)
     files.sync(["metrics.jsonl"])
     assert "metrics.jsonl" not in files.pending()
