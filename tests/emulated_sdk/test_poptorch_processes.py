@@ -12,7 +12,7 @@ import _pod.wires
 import poptorch
 import pytest
 import torch
-from poptorch.device.execute import program
+from poptorch.device.execute import calls
 
 from tests.support.poptorch_models import Apply, Classifier, batch, options, seeded, wrapped
 from tests.support.ranks import error_of, run_ranks
@@ -213,7 +213,7 @@ def survivor(fault: str, process: int, processes: int) -> Dict[str, Any]:
     training(*batch(1))
     if process:
         return {}
-    os.environ.update({program.FAULT_VARIABLE: fault, "EMULATED_POD_TIMEOUT_S": "0.1"})
+    os.environ.update({calls.FAULT_VARIABLE: fault, "EMULATED_POD_TIMEOUT_S": "0.1"})
     try:
         training(*batch(1))
     except (RuntimeError, poptorch.Error) as error:
@@ -265,7 +265,7 @@ def test_the_loss_of_a_process_ends_the_call_of_the_other(ranks, case, raised, a
 
 def test_an_unknown_fault_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("raises", "hang:IPU_RESET", "raise:", "unusable:RESET"):
-        monkeypatch.setenv(program.FAULT_VARIABLE, text)
+        monkeypatch.setenv(calls.FAULT_VARIABLE, text)
         model = poptorch.inferenceModel(torch.nn.Linear(2, 2))
         message = f"EMULATED_POD_DEVICE_FAULT={text}: must be raise, unusable, unrecov"
         rejects(poptorch.Error, message, model, torch.ones(1, 2))

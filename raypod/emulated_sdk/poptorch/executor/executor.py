@@ -12,7 +12,8 @@ from _pod.activation import CALL_S, LOAD_S
 from poptorch import findings
 from poptorch._args_parser import ArgsParser
 from poptorch.device.compile.arguments import Arguments, BatchLayout
-from poptorch.device.execute.program import Program, TrainingProgram, at_a_lost_peer, hold_interpreter_lock
+from poptorch.device.execute.calls import at_a_lost_peer, hold_interpreter_lock
+from poptorch.device.execute.program import Program, TrainingProgram
 from poptorch.device_mode import caller_modes_disabled
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.environment import VERSION, logger

@@ -14,7 +14,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from poptorch.device.compile.memory import original_class
-from poptorch.device.execute.program import Program, TrainingProgram, check_usable
+from poptorch.device.execute.calls import check_usable
+from poptorch.device.execute.program import Program, TrainingProgram
 from poptorch.enums import CommGroupType, MeanReductionStrategy, VariableRetrievalMode
 from poptorch.errors import Error
 from poptorch.optim import Optimizer

@@ -9,7 +9,8 @@ import torch
 
 from poptorch.device.compile.arguments import CompiledInputs
 from poptorch.device.compile.memory_estimate import IpuMemory, Stages, check_memory
-from poptorch.device.execute.program import MicroBatchTimes, Program, TrainingProgram, check_usable
+from poptorch.device.execute.calls import check_usable
+from poptorch.device.execute.program import MicroBatchTimes, Program, TrainingProgram
 from poptorch.errors import Error
 from poptorch.options import Options
 from poptorch.parallel.placement import Placement

@@ -1,4 +1,6 @@
-"""What a call returns by output mode, and calls as transactions: one that fails leaves the device's state as it was.
+"""A call besides its arithmetic: what it returns by output mode, what a failed one leaves, and what a real device does.
+
+A call is a transaction: one that fails leaves the device's state as it was.
 
 After a peer is lost in the middle of a call, every process has the state after its last complete call. (On real
 IPUs the state after a failed call is undefined, and programs do not read it.)
@@ -6,15 +8,37 @@ IPUs the state after a failed call is undefined, and programs do not read it.)
 Weights and optimizer state are the same in every process. Buffers (running statistics) belong to one replica and would
 be lost with its process, so every process stores the buffers of ALL replicas as of the last complete call. The replicas
 flag changed buffers beside their gradients, and the processes exchange those buffers before the weights change.
+
+PopTorch releases the interpreter lock only while it compiles (source: the bindings of `poptorch_core`). Other threads
+of the process do not run meanwhile. The emulation works with torch, which releases the lock; these variables hold it:
+
+    EMULATED_POD_CALL_S    seconds for which each call holds the lock, after the call's own time
+    EMULATED_POD_LOAD_S    the same when a model attaches to the device
+
+EMULATED_POD_DEVICE_FAULT says how a call ends that loses a peer, as on IPUs:
+
+    raise[:ACTION]       RecoverableError; the device can still be read, and used again
+    unusable[:ACTION]    RecoverableError; from then on every use of a compiled model in this process is an Error
+    unrecoverable        UnrecoverableError, and the same
+    hang                 holds the interpreter lock for EMULATED_POD_TIMEOUT_S; then Error: the host sync timed out
+    @FILE                what FILE contains as the peer is lost, for a fault in a program that runs; nothing without it
+
+ACTION is the `recovery_action`, by default IPU_RESET. Without the variable the call raises PeerFailed.
 """
 
 from __future__ import annotations
 
 import collections
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence
+import contextlib
+import ctypes
+import os
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 import torch
 from _pod.gradient_sum import Placement
+from _pod.rendezvous import PeerFailed, timeout_s
 from _pod.wires import as_bytes
 
 from poptorch.device.compile.arguments import FINAL_LOSS_SCALE, GRADIENT, UPDATED, Anchor, AnchorRecorder, BatchLayout
@@ -22,7 +46,7 @@ from poptorch.device.compile.memory import DeviceMemory
 from poptorch.device.execute.replica import Replica
 from poptorch.device_mode import API_DTYPE
 from poptorch.enums import OutputMode
-from poptorch.errors import Error
+from poptorch.errors import Error, RecoverableError, UnrecoverableError
 from poptorch.optimizers.device_optimizer import DeviceOptimizer
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
@@ -321,3 +345,93 @@ class AnchorOutputs:
     def assemble(self) -> Dict[str, torch.Tensor]:
         """Return one tensor for every short name."""
         return {anchor.short_name: collector.assemble()[0] for anchor, collector in self._collectors}
+
+
+FAULT_VARIABLE = "EMULATED_POD_DEVICE_FAULT"
+_RECOVERY_ACTIONS = ("IPU_RESET", "LINK_RESET", "PARTITION_RESET", "FULL_RESET")
+_APPLICATION_ERROR = "poplar_application_runtime_error"
+
+
+class _DeviceState:
+    is_usable = True  # of this process
+
+
+@contextlib.contextmanager
+def at_a_lost_peer() -> Iterator[None]:
+    """Within this context the loss of a peer ends the call as the variable says; Error if its value is unknown."""
+    _chosen_fault()
+    try:
+        yield
+    except PeerFailed as error:
+        fault, action = _chosen_fault()
+        if not fault:
+            raise
+        _DeviceState.is_usable = fault in ("raise", "hang")
+        if fault == "hang":
+            _hold_for(timeout_s())
+            raise Error(f"Host sync timed out: {error}", _APPLICATION_ERROR) from error
+        if fault == "unrecoverable":
+            raise UnrecoverableError(str(error)) from error
+        raise RecoverableError(str(error), recovery_action=action) from error
+
+
+def check_usable() -> None:
+    """Raise Error if a fault has made the device of this process unusable."""
+    if not _DeviceState.is_usable:
+        raise Error("Application runtime error: the device is in an error state", _APPLICATION_ERROR)
+
+
+def _chosen_fault() -> Tuple[str, str]:
+    """Return the fault, "" for none, and its recovery action."""
+    text = os.environ.get(FAULT_VARIABLE, "")
+    if text.startswith("@"):
+        file = Path(text[1:])
+        text = file.read_text().strip() if file.exists() else ""
+    fault, colon, action = text.partition(":")
+    has_action = fault in ("raise", "unusable")
+    if not (
+        fault in ("", "hang", "unrecoverable")
+        and not colon
+        or has_action
+        and (not colon or action in _RECOVERY_ACTIONS)
+    ):
+        raise Error(
+            f"{FAULT_VARIABLE}={text}: must be raise, unusable, unrecoverable or hang; the first two may name a "
+            f"recovery action, as in unusable:PARTITION_RESET ({', '.join(_RECOVERY_ACTIONS)})"
+        )
+    return fault, action or "IPU_RESET"
+
+
+_MICROSECONDS = 1_000_000
+_LIBC = ctypes.PyDLL(None)  # its functions run without releasing the lock
+
+
+def hold_interpreter_lock(variable: str) -> None:
+    """Hold the interpreter lock for the seconds of an environment variable.
+
+    Raises:
+        Error: it is set, and no number of seconds.
+    """
+    text = os.environ.get(variable)
+    if not text:
+        return
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise Error(f"{variable}={text}: must be a number of seconds")
+    _hold_for(seconds)
+
+
+def _hold_for(seconds: float) -> None:
+    """Hold the interpreter lock for a time."""
+    until = time.monotonic() + seconds
+    while True:  # a signal ends a sleep
+        left = until - time.monotonic()
+        if left <= 0:
+            return
+        if left >= 1:
+            _LIBC.sleep(int(left))
+        else:
+            _LIBC.usleep(int(left * _MICROSECONDS) + 1)

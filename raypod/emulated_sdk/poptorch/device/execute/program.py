@@ -1,34 +1,12 @@
-"""The compiled program runs the micro-batches and weight updates of a call, and imitates what a call does besides.
-
-PopTorch releases the interpreter lock only while it compiles (source: the bindings of `poptorch_core`). Other threads
-of the process do not run meanwhile. The emulation works with torch, which releases the lock; these variables hold it:
-
-    EMULATED_POD_CALL_S    seconds for which each call holds the lock, after the call's own time
-    EMULATED_POD_LOAD_S    the same when a model attaches to the device
-
-EMULATED_POD_DEVICE_FAULT says how a call ends that loses a peer, as on IPUs:
-
-    raise[:ACTION]       RecoverableError; the device can still be read, and used again
-    unusable[:ACTION]    RecoverableError; from then on every use of a compiled model in this process is an Error
-    unrecoverable        UnrecoverableError, and the same
-    hang                 holds the interpreter lock for EMULATED_POD_TIMEOUT_S; then Error: the host sync timed out
-    @FILE                what FILE contains as the peer is lost, for a fault in a program that runs; nothing without it
-
-ACTION is the `recovery_action`, by default IPU_RESET. Without the variable the call raises PeerFailed.
-"""
+"""The compiled program runs the micro-batches and weight updates of a call."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
-import os
 import time
-from pathlib import Path
-from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from _pod.rendezvous import PeerFailed, timeout_s
 from _pod.telemetry import is_inspection
 
 from poptorch.custom_operators.collectives import ReplicaExchange
@@ -61,7 +39,7 @@ from poptorch.device.execute.weight_update import NoUpdate, WeightUpdate, device
 from poptorch.device.kernels import convolution
 from poptorch.device.kernels.numerics import rounds_stochastically
 from poptorch.enums import MeanReductionStrategy
-from poptorch.errors import Error, RecoverableError, UnrecoverableError
+from poptorch.errors import Error
 from poptorch.optimizers.device_optimizer import DeviceOptimizer
 from poptorch.optimizers.hyperparameters import Hyperparameters, extract
 from poptorch.options import Options
@@ -405,93 +383,3 @@ def _check_numbers(forward: Forward) -> None:
     for tensor in (*forward.outputs, forward.loss):
         if tensor is not None and tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise Error("Floating point exception: an output or the loss has NaN or infinity")
-
-
-FAULT_VARIABLE = "EMULATED_POD_DEVICE_FAULT"
-_RECOVERY_ACTIONS = ("IPU_RESET", "LINK_RESET", "PARTITION_RESET", "FULL_RESET")
-_APPLICATION_ERROR = "poplar_application_runtime_error"
-
-
-class _DeviceState:
-    is_usable = True  # of this process
-
-
-@contextlib.contextmanager
-def at_a_lost_peer() -> Iterator[None]:
-    """Within this context the loss of a peer ends the call as the variable says; Error if its value is unknown."""
-    _chosen_fault()
-    try:
-        yield
-    except PeerFailed as error:
-        fault, action = _chosen_fault()
-        if not fault:
-            raise
-        _DeviceState.is_usable = fault in ("raise", "hang")
-        if fault == "hang":
-            _hold_for(timeout_s())
-            raise Error(f"Host sync timed out: {error}", _APPLICATION_ERROR) from error
-        if fault == "unrecoverable":
-            raise UnrecoverableError(str(error)) from error
-        raise RecoverableError(str(error), recovery_action=action) from error
-
-
-def check_usable() -> None:
-    """Raise Error if a fault has made the device of this process unusable."""
-    if not _DeviceState.is_usable:
-        raise Error("Application runtime error: the device is in an error state", _APPLICATION_ERROR)
-
-
-def _chosen_fault() -> Tuple[str, str]:
-    """Return the fault, "" for none, and its recovery action."""
-    text = os.environ.get(FAULT_VARIABLE, "")
-    if text.startswith("@"):
-        file = Path(text[1:])
-        text = file.read_text().strip() if file.exists() else ""
-    fault, colon, action = text.partition(":")
-    has_action = fault in ("raise", "unusable")
-    if not (
-        fault in ("", "hang", "unrecoverable")
-        and not colon
-        or has_action
-        and (not colon or action in _RECOVERY_ACTIONS)
-    ):
-        raise Error(
-            f"{FAULT_VARIABLE}={text}: must be raise, unusable, unrecoverable or hang; the first two may name a "
-            f"recovery action, as in unusable:PARTITION_RESET ({', '.join(_RECOVERY_ACTIONS)})"
-        )
-    return fault, action or "IPU_RESET"
-
-
-_MICROSECONDS = 1_000_000
-_LIBC = ctypes.PyDLL(None)  # its functions run without releasing the lock
-
-
-def hold_interpreter_lock(variable: str) -> None:
-    """Hold the interpreter lock for the seconds of an environment variable.
-
-    Raises:
-        Error: it is set, and no number of seconds.
-    """
-    text = os.environ.get(variable)
-    if not text:
-        return
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise Error(f"{variable}={text}: must be a number of seconds")
-    _hold_for(seconds)
-
-
-def _hold_for(seconds: float) -> None:
-    """Hold the interpreter lock for a time."""
-    until = time.monotonic() + seconds
-    while True:  # a signal ends a sleep
-        left = until - time.monotonic()
-        if left <= 0:
-            return
-        if left >= 1:
-            _LIBC.sleep(int(left))
-        else:
-            _LIBC.usleep(int(left * _MICROSECONDS) + 1)
