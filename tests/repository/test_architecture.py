@@ -91,6 +91,16 @@ def imported(file: Path) -> Set[str]:
     return names | {f"{node.module}.{alias.name}" for node in from_names for alias in node.names}
 
 
+def imported_at_the_top(file: Path) -> Set[str]:
+    """Return the modules that are imported as soon as a module is."""
+    nodes = ast.parse(file.read_text()).body
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    from_names = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    return names.union(
+        *({str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)} for node in from_names)
+    )
+
+
 def reachable(name: str, directions: Dict[str, str]) -> Set[str]:
     targets = set(directions[name].split())
     return targets.union(*(reachable(target, directions) for target in targets))
@@ -140,6 +150,18 @@ def test_ray_the_sdk_and_devices_are_distinguished_only_in_their_places() -> Non
         if file.stem not in ("sdk", "config", "events"):
             words = ("if emulated", 'device == "emulated"', 'device == "ipu"')
             assert not [each for each in words if each in text], name
+
+
+def test_only_instances_import_the_sdk_before_its_place_is_chosen() -> None:
+    at_top = {name: imported_at_the_top(file) for file, name in zip(MODULES, IDS)}
+    needs = {name for name, used in at_top.items() if used & SDK_MODULES}
+    before: Set[str] = set()
+    while needs != before:
+        before, modules = needs, {f"raypod.{name.replace('/', '.')}" for name in needs}
+        needs = needs | {name for name, used in at_top.items() if used & modules}
+    of_instances = ("training/models/", "training/tasks/image_classification", "runtime/worker/")
+    assert "runtime/worker/instance" in needs
+    assert [name for name in sorted(needs) if not name.startswith(of_instances)] == []
 
 
 def test_the_emulated_sdk_imports_nothing_of_raypod_which_uses_it_through_its_doors() -> None:

@@ -16,7 +16,7 @@ from raypod.system import sdk, torchvision_import
 from raypod.training.checkpoint import tensors
 from raypod.training.data.loading import NO_EPOCH, SeededSamples, collated
 from raypod.training.data.source import Batch, Source
-from raypod.training.models.program import TaskNetwork
+from raypod.training.models.networks import TaskNetwork
 from raypod.training.tasks.registry import facts_of, kind_of, task_of
 from raypod.training.tasks.task import Task
 

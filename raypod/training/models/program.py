@@ -25,6 +25,7 @@ from raypod.system.command_line import nearest
 from raypod.training.data.transforms import activation_dtype
 from raypod.training.models import optimizers
 from raypod.training.models.decoder import Projection
+from raypod.training.models.networks import TaskNetwork
 from raypod.training.models.recent_results import RecentResults
 
 Ratios = Dict[str, Tuple[Any, Any]]  # numerator and denominator by the name of the metric
@@ -325,30 +326,6 @@ def copy_replica_0_buffers(buffers: Iterable[Tuple[str, Any]], state: Optional[D
     for name, buffer in buffers:
         if name in values:
             buffer.copy_(values[name][0])
-
-
-class TaskNetwork:
-    """Calls `run`, which prepares the inputs of the network; everything else is that of the module.
-
-    So `network.parameters()`, `network.head` and `network[0]` work, as for a term of the loss. A module in it that is
-    called on its own gets its inputs as they are.
-    """
-
-    __slots__ = ("_module", "_run")
-
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        self._module, self._run = module, run
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Return the output of the network."""
-        return self._run(*inputs, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def __getitem__(self, index: Any) -> Any:
-        module: Any = self._module
-        return module[index]
 
 
 def make_calls(options: Any, config: Config, is_training: bool = True) -> None:
