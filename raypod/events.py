@@ -318,7 +318,7 @@ class StoppedEarly:
     @property
     def reason(self) -> str:
         """Why the run ends, for people."""
-        times = "evaluation" if self.patience == 1 else f"{self.patience} evaluations"
+        times = "1 evaluation" if self.patience == 1 else f"{self.patience} evaluations"
         best = f"the best is {self.best:.5g}, after update {self.best_update}"
         return f"{self.metric} has not improved for {times}; {best}"
 
