@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Tuple
 
 import _pod.board
 import _pod.wires
@@ -136,6 +136,38 @@ def test_a_failed_call_changes_nothing(iterations: int) -> None:
     before = state_of(training)
     rejects(ValueError, "this sample is bad", lambda: training(*with_bad_sample(half)))
     assert_same(state_of(training), before)
+
+
+class NarrowForLarge(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        output = self.linear(x)
+        loss = poptorch.identity_loss(output.sum(), "none")
+        return (output[:, :1] if (x > 50).any() else output), loss
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (99.0, r"Output number 0 has micro-batches of different shapes.*\[1\] and \[2\]"),
+        (1e30, "'linear.weight' has NaN"),
+    ],
+)
+def test_a_call_whose_outputs_or_new_weights_are_refused_changes_nothing(bad: float, words: str) -> None:
+    opts = options(accumulation=2).outputMode(poptorch.OutputMode.All)
+    opts.Precision.enableFloatingPointExceptions(True)
+    model = NarrowForLarge()
+    training = poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=1e30))
+    training(torch.zeros(2, 2))
+    training.copyWeightsToHost()
+    before = model.linear.weight.clone()
+    x = torch.full((2, 2), bad) if bad > 1e20 else torch.tensor([[0.0, 0.0], [bad, bad]])
+    rejects(poptorch.Error, words, training, x)
+    training.copyWeightsToHost()
+    assert torch.equal(model.linear.weight, before)
 
 
 def test_another_program_continues_from_the_replica_state_and_one_of_another_shape_is_rejected(

@@ -71,8 +71,8 @@ class NoTransaction:
 class CallTransaction(NoTransaction):
     """Saves and restores weights, optimizer state, buffers and micro-batch counters of a training program.
 
-    A single update changes the weights in its last step, which cannot fail; only calls of several updates
-    (`saves_weights`) need a copy of the weights.
+    A single update changes the weights in its last step, which cannot fail; only calls of several updates, and those
+    that check the new weights, need a copy of them (`saves_weights`).
     """
 
     def __init__(
@@ -275,6 +275,12 @@ class OutputCollector:
 
     def _join(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         pieces = [outputs[index] for micro_batches in zip(*self._collected) for outputs in micro_batches]
+        shapes = sorted({tuple(piece.shape[1:]) for piece in pieces})
+        if len(shapes) > 1:
+            found = " and ".join(str(list(shape)) for shape in shapes)
+            raise Error(
+                f"Output number {index} has micro-batches of different shapes, after the batch dimension: {found}"
+            )
         result = _joined(pieces).to(dtype)
         result.backward = _NO_BACKWARD  # type: ignore[method-assign]
         return result

@@ -162,6 +162,8 @@ class Program:
             for iteration in range(self.layout.device_iterations):
                 run = functools.partial(self._run_micro_batches, iteration, call)
                 self._threads.each(self._exchange.around(run))
+                if iteration == last:
+                    results = call.outputs.assemble()  # before the weights change: it fails if the shapes differ
                 self._update.apply(self._threads, iteration == last)
                 call.anchors.add_updated(iteration, self.memory.parameters)
                 if self._checks_numbers and self.is_training:
@@ -172,7 +174,6 @@ class Program:
             self._update.discard_gradients()
             raise
         self._transaction.commit()
-        results = call.outputs.assemble()
         self.anchored = call.anchors.assemble()
         self.call_s = time.perf_counter() - began
         if self._synthetic is not None:
@@ -327,8 +328,8 @@ class TrainingProgram(Program):
             self.traced.has_half,
         )
         self._check_memory()
-        has_several_updates = self.layout.device_iterations > 1
-        self._transaction = CallTransaction(self.memory, self.optimizer, self._replicas, buffers, has_several_updates)
+        can_fail_later = self.layout.device_iterations > 1 or bool(self._checks_numbers)
+        self._transaction = CallTransaction(self.memory, self.optimizer, self._replicas, buffers, can_fail_later)
 
     def replica_state(self) -> Dict[str, Any]:
         """Return a copy of the state of each replica of all processes after the last complete call."""
