@@ -157,9 +157,9 @@ class RaySession:
     def _start_processes(self, ray: Any, try_s: int) -> None:
         assert self._processes is not None
         services = ray._private.services
-        with _keep_sigterm_handler(ray), only_needed(ray), self._processes.started_by(services), patient(
-            services, try_s
-        ):
+        with _connected_whole(ray), _keep_sigterm_handler(ray), only_needed(ray), self._processes.started_by(
+            services
+        ), patient(services, try_s):
             ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, **_INIT_OPTIONS)
 
     def _start_failure(self, error: Exception, tries: int, took_s: float) -> str:
@@ -242,7 +242,7 @@ def _join(address: str, within_s: float) -> Any:
     try:
         with environment_variables(variables), _exit_after(within_s, address):
             ray = importlib.import_module("ray")
-            with _keep_sigterm_handler(ray):
+            with _connected_whole(ray), _keep_sigterm_handler(ray):
                 ray.init(address=address, **_INIT_OPTIONS)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(f"cannot join the Ray cluster at {address}: {' '.join(str(error).split())}") from error
@@ -300,6 +300,26 @@ def _accepts_connections(address: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+@contextlib.contextmanager
+def _connected_whole(ray: Any) -> Iterator[None]:
+    """Postpone signals while Ray connects, which handles none in C++ for the most part.
+
+    An interrupt in between leaves a core worker that `ray.shutdown` does not know: the process ends by a segfault.
+    """
+    worker = ray._private.worker
+    replaced = worker.connect
+
+    def connect(*arguments: Any, **options: Any) -> Any:
+        with postponed_signals():
+            return replaced(*arguments, **options)
+
+    worker.connect = connect
+    try:
+        yield
+    finally:
+        worker.connect = replaced
 
 
 @contextlib.contextmanager

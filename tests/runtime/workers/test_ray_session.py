@@ -57,7 +57,7 @@ class FakeRay:
         self.during: Callable[[], Any] = lambda: None
         self.at_shutdown: Callable[[], Any] = lambda: None
         utils = SimpleNamespace(set_sigterm_handler=lambda handler: signal.signal(signal.SIGTERM, handler))
-        self.worker = SimpleNamespace(_worker_logs_enabled=True)
+        self.worker = SimpleNamespace(_worker_logs_enabled=True, connect=lambda: None)
         services = SimpleNamespace(wait_for_node=lambda *names, timeout=30: timeout, get_node=lambda *names: names)
         node = SimpleNamespace(Node=Node)
         self._private = SimpleNamespace(services=services, utils=utils, node=node, worker=self.worker)
@@ -429,3 +429,17 @@ def test_a_server_is_on_its_host_and_only_that_of_the_coordinator_starts_again(m
     assert started == [({"node": "a", "max_restarts": -1}, (1,)), ({"node": "b", "max_restarts": 0}, (2, 3))]
     with pytest.raises(ConnectionError, match="no Ray node is alive on host gone"):
         serve_on(ray, cluster, "gone", list)
+
+
+def test_an_interrupt_waits_until_ray_is_connected() -> None:
+    connected: List[bool] = []
+
+    def connect() -> None:
+        signal.raise_signal(signal.SIGINT)
+        connected.append(True)
+
+    ray = SimpleNamespace(_private=SimpleNamespace(worker=SimpleNamespace(connect=connect)))
+    with pytest.raises(KeyboardInterrupt), ray_session._connected_whole(ray):
+        ray._private.worker.connect()
+    assert connected == [True]
+    assert ray._private.worker.connect is connect
