@@ -220,7 +220,7 @@ def stop(run_dir: Path, within_s: float = 900.0, number: int = signal.SIGINT) ->
             "with --take-over"
         )
     if state.has_ended or not state.is_alive:
-        show(f"{run_dir}: nothing to stop, {_describe(state, is_alive=False)[0]}")
+        show(f"{run_dir}: nothing to stop, {_describe(_with_newest_update(run_dir, state), is_alive=False)[0]}")
         return 0
     _signal(run_dir, state, number)
     deadline = time.monotonic() + within_s

@@ -95,6 +95,9 @@ def test_the_same_command_resumes_a_run_whose_coordinator_died(detached: Path, t
     out = capsys.readouterr().out
     assert "coordinator died at update" in out
     assert " left\n" not in out
+    assert main(["stop", str(detached)]) == 0
+    died = re.compile(r"died at update (\d+)")
+    assert died.findall(capsys.readouterr().out) == died.findall(out)
     assert main(["attach", str(detached)]) == 1
     # It may have been killed between a checkpoint and its entry in LATEST.
     newest = max(int(each.name.rpartition("-")[2]) for each in (detached / "checkpoints").glob("update-????????"))

@@ -84,8 +84,8 @@ class Feed:
         workers_ahead = max(workers, int(data.async_dataloader))
         finish, check = source.to_device_format, functools.partial(_check, source)
         return (
-            SampleLoader(source.train, seed, workers_ahead, finish, functools.partial(check, "training")),
-            SampleLoader(source.test, seed, workers, finish, functools.partial(check, "test")),
+            SampleLoader(source.train, seed, workers_ahead, finish, functools.partial(check, "training"), "training"),
+            SampleLoader(source.test, seed, workers, finish, functools.partial(check, "test"), "test"),
         )
 
     def calls(self, segment: Segment) -> Iterator[Batch]:

@@ -71,6 +71,7 @@ class SampleLoader(CallLoader):
         num_workers: as in `CallLoader`.
         finish: makes the batch from collated samples.
         check: called with each sample and its index; it raises ConfigError for one that cannot be used.
+        split: "training" or "test", for messages.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class SampleLoader(CallLoader):
         num_workers: int,
         finish: Callable[[Any], Any],
         check: Optional[Callable[[Any, int], object]] = None,
+        split: str = "training",
     ) -> None:
         self._samples = SeededSamples(data, seed, check)
-        collate = functools.partial(_collate, finish=finish, way_out=way_out_of(data))
+        collate = functools.partial(_collate, finish=finish, name=f"{split} samples", way_out=way_out_of(data))
         super().__init__(self._samples, num_workers, "batch_sampler", collate_fn=collate)
 
     def load(self, calls: Iterable[EpochSamples]) -> Iterator[Any]:
@@ -127,9 +129,9 @@ class _Calls:
         return iter(self.keys)
 
 
-def _collate(samples: List[Tuple[int, Any]], finish: Callable[[Any], Any], way_out: str) -> Any:
+def _collate(samples: List[Tuple[int, Any]], finish: Callable[[Any], Any], name: str, way_out: str) -> Any:
     indices = [index for index, _ in samples]
-    batch = collated([sample for _, sample in samples], indices, way_out=way_out)
+    batch = collated([sample for _, sample in samples], indices, name, way_out)
     return torch.from_numpy(np.array(indices)), finish(batch)
 
 

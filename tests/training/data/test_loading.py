@@ -201,7 +201,10 @@ def test_waits_are_timed_and_closing_ends_the_prefetch_thread_and_the_context(mo
         ({"x": "a"}, "the entry 'x' of training sample 3 is a str"),
         ({"x": np.array(["a"])}, "the entry 'x' of training sample 3 is a ndarray"),
         ({"x": None}, "the entry 'x' of training sample 3 is a NoneType"),
-        ({"x": np.zeros(3)}, r"samples 0 and 3 cannot be combined to a batch: 'x': \[2\] and \[3\]; resize or pad"),
+        (
+            {"x": np.zeros(3)},
+            r"training samples 0 and 3 cannot be combined to a batch: 'x': \[2\] and \[3\]; resize or pad",
+        ),
         ({"y": np.zeros(2)}, "samples 0 and 3 cannot be combined to a batch: their keys are x and y"),
     ],
 )
