@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":  # before the imports below: an interrupt of them is one line, as that of `raypod train`
+    from raypod.__main__ import main as run_command
+
+    sys.exit(run_command(["train", *sys.argv[1:]]))
+
 import atexit
 import contextlib
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Optional, Sequence
@@ -102,7 +108,3 @@ def _exit_soon(stop: Stop, code: int) -> None:
 
 def _log(text: str) -> None:
     tell(f"raypod: {text}", sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
