@@ -1,4 +1,4 @@
-"""Networks by name or of the user, and replacements of their batch normalization.
+"""Networks by name or of the user, replacements of their batch normalization, and the network that a task calls.
 
 `resnet8`, `resnet14`, `resnet20` are the residual networks for small images of He et al. 2016, section 4.2 (6n + 2
 layers). `resnet18` and larger come from torchvision; for images under 64 pixels their stem is one 3x3 convolution of
