@@ -1,6 +1,7 @@
 """The plan of a run: all sizes, instances and segments, computed from the config, the cluster and the data set's size.
 
-A plan is immutable data. `Geometry` and `placement.Sizes` define all products of sizes.
+A plan is immutable data. `Geometry` and `placement.Sizes` define all products of sizes; those that each update of a run
+reads are computed once.
 
 The updates that `--profile` records, as whole calls.
 """

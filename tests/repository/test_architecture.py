@@ -7,7 +7,7 @@ import fnmatch
 import functools
 import re
 from pathlib import Path
-from typing import Dict, List, Set
+from typing import Dict, List, Sequence, Set
 
 import pytest
 
@@ -82,23 +82,24 @@ RAY_USERS = ["runtime/workers/ray*", "runtime/workers/gcs", "runtime/launcher/ra
 IDS = [file.relative_to(PACKAGE).with_suffix("").as_posix() for file in MODULES]
 
 
-@functools.lru_cache(maxsize=None)
-def imported(file: Path) -> Set[str]:
-    nodes = list(ast.walk(ast.parse(file.read_text())))
-    assert not any(isinstance(node, ast.ImportFrom) and node.level for node in nodes), f"{file}: relative import"
+def named_in(nodes: Sequence[ast.AST]) -> Set[str]:
+    """Return what the import statements among `nodes` name: modules, and their names."""
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     from_names = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     return names | {f"{node.module}.{alias.name}" for node in from_names for alias in node.names}
 
 
+@functools.lru_cache(maxsize=None)
+def imported(file: Path) -> Set[str]:
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    assert not any(isinstance(node, ast.ImportFrom) and node.level for node in nodes), f"{file}: relative import"
+    return named_in(nodes)
+
+
 def imported_at_the_top(file: Path) -> Set[str]:
     """Return the modules that are imported as soon as a module is."""
-    nodes = ast.parse(file.read_text()).body
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    from_names = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    return names.union(
-        *({str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)} for node in from_names)
-    )
+    names = named_in(ast.parse(file.read_text()).body)
+    return names | {name.rpartition(".")[0] for name in names}
 
 
 def reachable(name: str, directions: Dict[str, str]) -> Set[str]:

@@ -304,7 +304,7 @@ def _accepts_connections(address: str) -> bool:
 
 @contextlib.contextmanager
 def _connected_whole(ray: Any) -> Iterator[None]:
-    """Postpone signals while Ray connects, which handles none in C++ for the most part.
+    """Postpone signals while Ray connects, as its C++ code does for most of that time. Ray's own timeouts bound it.
 
     An interrupt in between leaves a core worker that `ray.shutdown` does not know: the process ends by a segfault.
     """

@@ -245,7 +245,8 @@ ODD = {
     "text": "labels must be integers, one per image, not str as that of training sample 7",
     "no label": "labels must be integers, one per image, not NoneType as that of training sample 7",
     "no image": "torch tensors or NumPy arrays, but training sample 7 is a NoneType",
-    "larger": r"training samples \d+ and \d+ cannot be combined to a batch: entry 0: \[1, 4, \d\] and .*; resize or",
+    "larger": r"training samples \d+ and \d+ cannot be combined to a batch: "
+    r"entry 0: \[1, 4, \d\] and \[1, 4, \d\]; resize or",
     "label": r"found label 3, but labels of 3 classes are 0 to 2; .*\(the label of training sample 7\)",
     "half": r"labels must be integers, one per image, not float as that of training sample 7",
     "several": r"labels must be integers, one per image, not tensor\(\[1, 2\]\) as that of training sample 7",

@@ -239,11 +239,18 @@ class OutputCollector:
         period: the device iterations between two outputs, for `OutputMode.EveryN`.
         layout: the layout of the batch.
         dtypes: the dtypes of the outputs at the API; None derives them from the dtypes on the device.
+        name: of the only output, for messages; by default outputs have numbers.
     """
 
     def __init__(
-        self, mode: OutputMode, period: int, layout: BatchLayout, dtypes: Optional[Sequence[torch.dtype]]
+        self,
+        mode: OutputMode,
+        period: int,
+        layout: BatchLayout,
+        dtypes: Optional[Sequence[torch.dtype]],
+        name: str = "",
     ) -> None:
+        self._name = name
         self._mode = mode
         self._period = period
         self._layout = layout
@@ -275,12 +282,11 @@ class OutputCollector:
 
     def _join(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         pieces = [outputs[index] for micro_batches in zip(*self._collected) for outputs in micro_batches]
-        shapes = sorted({tuple(piece.shape[1:]) for piece in pieces})
+        shapes = {piece.shape[1:] for piece in pieces}
         if len(shapes) > 1:
-            found = " and ".join(str(list(shape)) for shape in shapes)
-            raise Error(
-                f"Output number {index} has micro-batches of different shapes, after the batch dimension: {found}"
-            )
+            name = self._name or f"Output number {index}"
+            found = " and ".join(str(list(shape)) for shape in sorted(shapes))
+            raise Error(f"{name} has micro-batches of different shapes, after the batch dimension: {found}")
         result = _joined(pieces).to(dtype)
         result.backward = _NO_BACKWARD  # type: ignore[method-assign]
         return result
@@ -325,7 +331,10 @@ class AnchorOutputs:
     """Collects the anchored tensors of one call, each by the output mode of its anchor."""
 
     def __init__(self, anchors: Sequence[Anchor], layout: BatchLayout) -> None:
-        self._collectors = [(anchor, OutputCollector(anchor.mode, anchor.period, layout, None)) for anchor in anchors]
+        self._collectors = [
+            (each, OutputCollector(each.mode, each.period, layout, None, f"The anchored tensor {each.short_name!r}"))
+            for each in anchors
+        ]
         self._layout = layout
 
     def add(self, iteration: int, step: int, replica: int, recorder: AnchorRecorder, scales: Scales) -> None:
