@@ -7,11 +7,13 @@ import functools
 import os
 import queue
 import threading
+import time
 
 import poptorch
 import pytest
 import torch
 import torch.nn.functional as F
+from poptorch.device.execute.replica import ReplicaThreads
 from torch import nn
 
 from tests.support.poptorch_models import Apply, Classifier, Line, batch, fastest, options, seeded, trained, wrapped
@@ -218,7 +220,7 @@ def test_threads_and_their_cpus_change_no_bit(monkeypatch):
     one, three, allowed = set(), set(), sorted(os.sched_getaffinity(0))
     monkeypatch.setenv(AT_A_TIME, "1")
     expected = weights_of_four_replicas(one)
-    assert len({thread for thread, _ in one if thread.startswith("replica")}) == 1
+    assert {thread for thread, _ in one} == {threading.current_thread().name}
     bound = [[allowed[0]], [allowed[-1]], allowed]
     monkeypatch.setenv(CPUS, ";".join(",".join(map(str, cpus)) for cpus in bound))
     found = weights_of_four_replicas(three)
@@ -226,6 +228,24 @@ def test_threads_and_their_cpus_change_no_bit(monkeypatch):
     assert of_replicas == sorted(tuple(cpus) for cpus in bound)
     assert sorted(os.sched_getaffinity(0)) == allowed  # those of the caller's thread
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_short_work_runs_in_the_callers_thread():
+    threads = ReplicaThreads(2)
+
+    def ran_in(kind, work):
+        ran = queue.SimpleQueue()
+        threads.each(kind, lambda replica: (work(), ran.put((replica, threading.current_thread().name))))
+        found = sorted(ran.get() for _ in range(2))
+        assert [replica for replica, _ in found] == [0, 1]
+        return {"replica" if name.startswith("replica") else name for _, name in found}
+
+    in_replicas, in_caller = {"replica"}, {threading.current_thread().name}
+    assert ran_in("step", lambda: None) == in_replicas  # its time is not known yet
+    assert [ran_in("step", lambda: None) for _ in range(20)][-1] == in_caller
+    assert [ran_in("forward", lambda: time.sleep(0.003)) for _ in range(20)][-1] == in_replicas
+    assert [ran_in("long", lambda: time.sleep(0.01)) for _ in range(8)] == [in_replicas] * 8  # without a trial
+    threads.close()
 
 
 @pytest.mark.parametrize(

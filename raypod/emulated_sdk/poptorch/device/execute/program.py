@@ -161,7 +161,7 @@ class Program:
         try:
             for iteration in range(self.layout.device_iterations):
                 run = functools.partial(self._run_micro_batches, iteration, call)
-                self._threads.each(self._exchange.around(run))
+                self._threads.each("micro-batches", self._exchange.around(run))
                 if iteration == last:
                     results = call.outputs.assemble()  # before the weights change: it fails if the shapes differ
                 self._update.apply(self._threads, iteration == last)

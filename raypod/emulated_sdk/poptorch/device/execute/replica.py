@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import os
 import threading
 import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from _pod import telemetry
@@ -27,6 +28,8 @@ from poptorch.pytree import TreeSpec, flatten
 
 _ON_DEVICE = OnDevice()
 _NO_CONTEXT: ContextManager[Any] = contextlib.nullcontext()
+_TRIALS, _PERIOD = 3, 5000  # calls that measure each choice of threads, and calls until it is measured again
+_MOST_SHORT_S = 5e-3  # of work in threads: longer work gains from them
 
 
 class Forward(NamedTuple):
@@ -164,9 +167,11 @@ class Replica:
 
 
 class ReplicaThreads:
-    """Runs each replica in a thread, as many at a time as there are cores; a single one runs in the caller's thread.
+    """Runs each replica in a thread, as many at a time as there are cores.
 
-    Replicas that wait for one another (`at_once`) all run at the same time.
+    Replicas that wait for one another (`at_once`) all run at the same time. Others run in the caller's thread, one
+    after the other, where one computes at a time, and where short work is faster so: threads pass work and the
+    interpreter lock to one another.
 
     `EMULATED_POD_REPLICAS_AT_A_TIME` limits their number where several processes share the cores.
     `EMULATED_POD_REPLICA_CPUS` (as in `0,1;2,3`) binds the threads to CPUs, and each replica to one of the threads, so
@@ -176,26 +181,42 @@ class ReplicaThreads:
     def __init__(self, replicas: int, at_once: bool = False) -> None:
         self._replicas = replicas
         self._pools: List[ThreadPoolExecutor] = []
+        self._times: Dict[str, _Times] = {}  # by kind of work
+        self._at_once = at_once
         cpus = _replica_cpus()[:replicas]
         in_pool = replicas if at_once else 1
-        for each, workers in [(each, in_pool) for each in cpus] or [([], min(replicas, max(in_pool, _at_a_time())))]:
-            if replicas > 1:
-                # A new thread takes torch's number of intra-op threads only at its first parallel region, when oneDNN
-                # may have read OpenMP's number already.
-                pool = ThreadPoolExecutor(
-                    max_workers=workers,  # more threads would evict each other's caches
-                    thread_name_prefix="replica",
-                    initializer=_begin_thread,
-                    initargs=(torch.get_num_threads(), each),
-                )
-                self._pools.append(pool)
-                weakref.finalize(self, pool.shutdown, wait=False)
-
-    def each(self, work: Callable[[int], None]) -> None:
-        """Run `work(replica)` for every replica and wait for all; raises the error of the first that failed."""
-        if not self._pools:
-            work(0)
+        pools = [(each, in_pool) for each in cpus] or [([], min(replicas, max(in_pool, _at_a_time())))]
+        (first, workers), *more = pools
+        if replicas == 1 or (not more and workers == 1 and set(first) in (set(), _usable_cpus())):
             return
+        for each, workers in pools:
+            # A new thread takes torch's number of intra-op threads only at its first parallel region, when oneDNN may
+            # have read OpenMP's number already.
+            pool = ThreadPoolExecutor(
+                max_workers=workers,  # more threads would evict each other's caches
+                thread_name_prefix="replica",
+                initializer=_begin_thread,
+                initargs=(torch.get_num_threads(), each),
+            )
+            self._pools.append(pool)
+            weakref.finalize(self, pool.shutdown, wait=False)
+
+    def each(self, kind: str, work: Callable[[int], None]) -> None:
+        """Run `work(replica)` for every replica and wait for all; raises the error of the first that failed.
+
+        How long work of this kind takes decides in which threads it runs.
+        """
+        times = self._times.setdefault(kind, _Times())
+        is_in_caller = not self._pools or (times.is_in_caller() and not self._at_once)
+        began = time.perf_counter()
+        if is_in_caller:
+            for replica in range(self._replicas):
+                work(replica)
+        else:
+            self._each_in_threads(work)
+        times.add(is_in_caller, time.perf_counter() - began)
+
+    def _each_in_threads(self, work: Callable[[int], None]) -> None:
         caller = _ThreadState()
         futures: List[Future[None]] = [
             self._pools[replica * len(self._pools) // self._replicas].submit(
@@ -217,6 +238,32 @@ class ReplicaThreads:
         """Stop the threads."""
         for pool in self._pools:
             pool.shutdown()
+
+
+class _Times:
+    """How long work takes in threads and in the caller's thread: measured in turn, once in a period."""
+
+    def __init__(self) -> None:
+        self._call = 0  # of the period
+        self._in_threads_s = self._in_caller_s = math.inf  # the shortest
+
+    def is_in_caller(self) -> bool:
+        """Return whether the next call is to run in the caller's thread."""
+        if self._call < _TRIALS:
+            return False
+        if self._call < 2 * _TRIALS:
+            return self._in_threads_s < _MOST_SHORT_S
+        return self._in_caller_s < self._in_threads_s
+
+    def add(self, is_in_caller: bool, duration_s: float) -> None:
+        """Add the duration of a call."""
+        if self._call == 0:
+            self._in_threads_s = self._in_caller_s = math.inf
+        if is_in_caller and self._call < 2 * _TRIALS:
+            self._in_caller_s = min(self._in_caller_s, duration_s)
+        elif self._call < _TRIALS:
+            self._in_threads_s = min(self._in_threads_s, duration_s)
+        self._call = (self._call + 1) % _PERIOD
 
 
 class _ThreadState:
@@ -256,10 +303,14 @@ def _at_a_time() -> int:
     """Return how many replicas compute at the same time: by default as many as there are usable cores."""
     text = os.environ.get(REPLICAS_AT_A_TIME)
     if text is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return len(_usable_cpus())
     if not text.isdigit() or int(text) < 1:
         raise Error(f"{REPLICAS_AT_A_TIME}={text}: must be a whole number, 1 or more")
     return int(text)
+
+
+def _usable_cpus() -> Set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _replica_cpus() -> List[List[int]]:

@@ -142,13 +142,13 @@ class WeightUpdate(NoUpdate):
             counts = self._reduce(self._sum, is_last)
         apply_averages(self._memory.replicas[0].parameters, self._memory.updated)
         if self.optimizer.hyperparameters.max_grad_norm == float("inf") and not self.measures_gradients:
-            threads.each(self._scale_and_step)
+            threads.each("update", self._scale_and_step)
         else:
-            threads.each(self._scale)
+            threads.each("scaling", self._scale)
             if self.measures_gradients:
                 self.gradient_norms.append(_norm([parameter.grad for parameter in self._weights]))
             self.optimizer.clip()
-            threads.each(self.optimizer.step)
+            threads.each("update", self.optimizer.step)
         self._half_weights.round()
         if self._loss_scale is not None:
             self.optimizer.update_loss_scale(self._loss_scale.factor(*counts))
