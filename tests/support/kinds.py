@@ -23,7 +23,11 @@ KINDS: Dict[str, str] = {
     "packages": "needs a package of an extra of its own, such as ray[tune]",
 }
 # Fixtures whose tests are of a kind.
-FIXTURES = {**dict.fromkeys(("processes", "run_python", "ranks"), "process"), "session": "ray", "chromium": "browser"}
+FIXTURES = {
+    **dict.fromkeys(("processes", "run_python", "ranks"), "process"),
+    **dict.fromkeys(("session", "python_with_ray"), "ray"),
+    "chromium": "browser",
+}
 # The commands in these have their own limits, the sum of which is above that of pyproject.toml on a busy machine.
 LONG = {"ray", "slow", "pod"}
 LONG_S = 900

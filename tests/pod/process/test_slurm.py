@@ -128,6 +128,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
+@pytest.fixture
+def python_with_ray() -> str:
+    """Return the interpreter of jobs that start real Ray nodes."""
+    return sys.executable
+
+
 def is_of(process: psutil.Process, folder: Path) -> bool:
     """Whether a process of a job is left, which has its folder."""
     with contextlib.suppress(psutil.Error):
@@ -144,10 +150,14 @@ def test_the_script_is_valid() -> None:
 
 
 def test_a_preempted_job_is_queued_again_and_completes_the_run(
-    start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    start: Callable[..., Job],
+    python_with_ray: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "steady").touch()
-    job = start(sys.executable, *FLAGS)
+    job = start(python_with_ray, *FLAGS)
     metrics = job.run / "metrics.jsonl"
     is_training = wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 4, COMMAND_S)
     assert is_training, job.output
@@ -160,7 +170,7 @@ def test_a_preempted_job_is_queued_again_and_completes_the_run(
     assert 4 < state.update < UPDATES
     assert (tmp_path / "requeued").read_text() == "7\n"
     (tmp_path / "steady").unlink()
-    again = start(sys.executable, *FLAGS)
+    again = start(python_with_ray, *FLAGS)
     assert again.process.wait(COMMAND_S) == 0, again.output
     assert f"from update {state.update} on" in again.output
     assert (tmp_path / "requeued").read_text() == "7\n"
