@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import logging
+import queue
 import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Dict, List, Tuple
@@ -169,6 +170,29 @@ def test_replica_threads_have_the_callers_thread_local_state(replicas):
     finally:
         _setting.reset(token)
     assert set(seen) == {(5, 1, "meta", False)}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_context_variable_of_a_forward_reaches_neither_other_replicas_nor_the_next_call(replicas):
+    seen = queue.SimpleQueue()  # objects of libraries are shared by the replicas
+
+    class Counted(nn.Module):
+        def forward(self, x):
+            seen.put(_setting.get())
+            _setting.set(_setting.get() + 1)
+            return x
+
+    def count():
+        model = poptorch.inferenceModel(Counted(), options(replicas))
+        model.compile(torch.ones(replicas))
+        while not seen.empty():
+            seen.get()
+        for _ in range(20):  # the first ones in threads
+            model(torch.ones(replicas))
+        model.destroy()
+        assert [seen.get() for _ in range(20 * replicas)] == [_setting.get()] * 20 * replicas
+
+    contextvars.copy_context().run(count)  # the compilation sets it
 
 
 def through_a_closure():

@@ -211,7 +211,7 @@ class ReplicaThreads:
         began = time.perf_counter()
         if is_in_caller:
             for replica in range(self._replicas):
-                work(replica)
+                contextvars.copy_context().run(work, replica)
         else:
             self._each_in_threads(work)
         times.add(is_in_caller, time.perf_counter() - began)
