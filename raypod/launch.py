@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":  # before the imports below: an interrupt of them is one line, as that of `raypod launch`
+    from raypod.__main__ import main as run_command
+
+    sys.exit(run_command(["launch", *sys.argv[1:]]))
+
 import contextlib
 import dataclasses
 import os
 import re
-import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -271,7 +277,3 @@ def _version() -> str:
 
 def _say(text: str) -> None:
     show(f"{_PROG}: {text}", sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

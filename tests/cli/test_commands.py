@@ -222,6 +222,20 @@ def test_deeply_nested_files_of_a_run_folder_are_damaged_files(words: str, tmp_p
     capfd.readouterr()
 
 
+@pytest.mark.parametrize("module", ["raypod.train", "raypod.launch"])
+def test_an_interrupt_of_the_imports_of_a_module_is_one_line(processes: None, module: str) -> None:
+    code = (
+        "import runpy, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name == 'raypod.plan.placement': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt)\n"
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "raypod: interrupted\n")
+
+
 ROWS = [("host", "IPUs"), ("a", "0..15"), ("long-name", "16")]
 
 
