@@ -27,7 +27,7 @@ from raypod.system.redaction import Redaction, redacted_output
 
 NOT_AGAIN = 76  # exit code of a process that is not started again
 _RESTART_S = (1.0, 5.0, 30.0, 60.0)  # between starts of a process that has died; the last one repeats
-_POLL_S, _LOOK_S = 0.05, 1.0
+_POLL_S, _LOOK_S, _QUIET_S = 0.05, 1.0, 2.0
 _KILLED_S = 10.0  # for a process that was killed to end
 _MOST_LINES = 100  # that a process has not taken
 _LOCK_MARGIN_S = 10.0
@@ -112,12 +112,17 @@ class Companion(Generic[S]):
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
 
-    def is_complete(self) -> bool:
+    def is_complete(self, on_wait: Callable[[], None] = lambda: None) -> bool:
         """Await the process until its time is over; return whether it has done everything.
 
-        What it remembers does not tell: that of an earlier start may have ended meanwhile.
+        What it remembers does not tell: that of an earlier start may have ended meanwhile. `on_wait` is called once if
+        that takes longer than 2 s.
         """
+        quiet_until_s = time.monotonic() + _QUIET_S
         while self.process is not None and self.process.poll() is None and time.monotonic() < self._until_s:
+            if time.monotonic() > quiet_until_s:
+                on_wait()
+                quiet_until_s = self._until_s
             time.sleep(_POLL_S)
             self.look()
         self.state = read_state(self.folder / self.state_file, self.state)

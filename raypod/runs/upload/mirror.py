@@ -16,7 +16,7 @@ from raypod.plan.plan import Plan
 from raypod.runs.callback import Callback
 from raypod.runs.upload.mirror_record import MirrorRecord
 from raypod.runs.upload.run_mirror import add_to_summary
-from raypod.system.companion import Companion, write_state
+from raypod.system.companion import Companion, read_state, write_state
 
 _ANSWER_S = 30.0  # for the first time
 _NAMED = 3  # names in the warning about what is not mirrored
@@ -82,11 +82,27 @@ class Mirror(Callback):
     def _finish(self) -> bool:
         """End the process once it has uploaded the rest, within the time; return whether the storage has everything."""
         mirror = self._process
-        mirror.begin_end()
-        is_complete = mirror.is_complete()
+        try:
+            mirror.begin_end()
+            is_complete = mirror.is_complete(self._show_wait)
+        except KeyboardInterrupt:
+            self._record_missing("the wait for it was interrupted")
+            raise
+        if not is_complete:
+            self._record_missing(f"--storage-timeout-s {mirror.timeout_s:g}")
         mirror.kill()
-        if is_complete:
-            return True
+        return is_complete
+
+    def _show_wait(self) -> None:
+        mirror = self._process
+        limit = f"{mirror.timeout_s:g} s at most; Ctrl-C ends the wait"
+        self._print_line(f"waiting until {mirror.name} has the rest of the run ({limit})")
+
+    def _record_missing(self, cause: str) -> None:
+        """End the process, and record and show what the storage does not hold."""
+        mirror = self._process
+        mirror.kill()
+        mirror.state = read_state(mirror.folder / STORAGE, mirror.state)
         # A process that has not reached the storage has not noted what is missing.
         pending = mirror.state.pending or ("everything since the last upload",)
         found = dataclasses.replace(mirror.state, pending=pending, is_complete=False)
@@ -96,9 +112,8 @@ class Mirror(Callback):
                 add_to_summary(mirror.folder, found, self.url)
         names = ", ".join(pending[:_NAMED]) + (", ..." if len(pending) > _NAMED else "")
         reason = f": {found.last_error}" if found.last_error else ""
-        missing = f"does not hold {names} at the end of the run (--storage-timeout-s {mirror.timeout_s:g}){reason}"
+        missing = f"does not hold {names} at the end of the run ({cause}){reason}"
         if mirror.has_warned:
             self._print_line(f"{mirror.name} {missing}")
         else:
             mirror.warn(missing)
-        return False

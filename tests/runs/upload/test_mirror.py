@@ -103,7 +103,9 @@ def test_a_process_that_hangs_costs_one_warning_and_the_time_limit(mirrored: Mak
     assert run.now_s - began_s == pytest.approx(9.0, abs=0.06)
     assert run.started[0].stdin.closed
     assert len(run.warnings) == 1
-    (line,) = run.lines
+    wait, line = run.lines
+    limit = "9 s at most; Ctrl-C ends the wait"
+    assert wait == f"waiting until storage file:///remote/run has the rest of the run ({limit})"
     missing = "everything since the last upload"
     assert line == f"storage file:///remote/run does not hold {missing} at the end of the run (--storage-timeout-s 9)"
     assert run.stored()["not_mirrored"] == [missing]
@@ -122,6 +124,21 @@ def test_an_error_is_one_warning_and_in_the_end_a_line_names_what_is_missing(mir
     (line,) = run.lines
     assert line.endswith("does not hold a, b, c, ... at the end of the run (--storage-timeout-s 9): OSError: full")
     assert run.stored()["not_mirrored"] == list("abcd")
+
+
+def test_an_interrupt_of_the_wait_at_the_end_records_what_is_missing(mirrored: Make, monkeypatch: Any) -> None:
+    def interrupt(seconds: float) -> None:
+        write_state(run.folder / "storage.json", MirrorRecord("the run", place="x", pending=("a", "b")))
+        raise KeyboardInterrupt
+
+    run = mirrored()
+    with pytest.raises(KeyboardInterrupt), run:
+        monkeypatch.setattr(run.clock, "sleep", interrupt)
+    assert run.started[0].stdin.closed
+    (warning,) = run.warnings
+    assert "run does not hold a, b at the end of the run (the wait for it was interrupted); see" in warning
+    assert run.stored()["not_mirrored"] == ["a", "b"]
+    assert mirror_record.read(run.folder).pending == ("a", "b")
 
 
 @pytest.mark.parametrize("error", ["", "OSError: an outage"])
