@@ -138,7 +138,9 @@ def status(run_dir: Path) -> int:
     """Print the state of a run. Return 1 if it failed or its coordinator died, else 0."""
     found, watch = lease.current(run_dir), RunEndWatch(run_dir)
     watch.observe(lambda text: show(text, sys.stderr))
-    is_alive, state = watch.poll() is None, _with_newest_update(run_dir, _state_of(run_dir))
+    checkpoint = storage.latest_name(run_dir)  # read before the update, which is not older then
+    is_behind = _is_behind(run_dir, checkpoint)
+    is_alive, state = watch.poll() is None, _with_newest_update(run_dir, _state_of(run_dir), is_behind)
     now_s, written_s = time.time(), state.written_at_s
     if is_alive and not state.is_local:  # by the clock of the disk, which has just renewed the lease
         found = lease.current(run_dir) or found
@@ -160,7 +162,7 @@ def status(run_dir: Path) -> int:
         rows.append(("loss", f"{state.loss:.3f}, {state.samples_per_s or 0:.0f} {state.samples_are}/s"))
     if state.restarts:
         rows.append(("restarts", str(state.restarts)))
-    rows.append(("checkpoint", storage.latest_name(run_dir) or "none yet"))
+    rows.append(("checkpoint", checkpoint or "none yet"))
     if found is not None:
         rows.append(
             ("heartbeat", f"{silent_s:.0f} s ago; the lease expires after {found.expires_after_s:g} s without one")
@@ -290,9 +292,21 @@ def _describe(state: RunState, is_alive: bool) -> Tuple[str, bool]:
     return state.state, True
 
 
-def _with_newest_update(run_dir: Path, state: RunState) -> RunState:
-    """Return the state of a run with the newest update of its metrics, if its process cannot write the state."""
-    if state.has_ended or not state.is_local or (state.is_alive and not state.is_stopped):
+def _is_behind(run_dir: Path, checkpoint: Optional[str]) -> bool:
+    """Return whether the state of a run is older than a checkpoint, as it is not written after every update."""
+    if checkpoint is None:
+        return False
+    paths = (run_dir / layout.STATE, storage.checkpoints_folder(run_dir) / checkpoint)
+    with contextlib.suppress(FileNotFoundError):  # a newer checkpoint has replaced it
+        state_s, checkpoint_s = (path.stat().st_mtime for path in paths)
+        return state_s < checkpoint_s
+    return False
+
+
+def _with_newest_update(run_dir: Path, state: RunState, is_behind: bool = False) -> RunState:
+    """Return the state of a run with the newest update of its metrics, if `is_behind` or its process cannot write."""
+    cannot_write = state.is_local and (not state.is_alive or state.is_stopped)
+    if state.has_ended or not (is_behind or cannot_write):
         return state
     newest = None
     with contextlib.suppress(OSError, TypeError):  # TypeError: it has lines of another kind

@@ -237,6 +237,22 @@ def test_the_status_of_a_stopped_coordinator_has_the_newest_update_on_disk(
         assert " update  0 of 40, 01:00 left\n" in out
 
 
+@pytest.mark.parametrize("age_s", [-60, 60])
+def test_the_status_has_no_newer_checkpoint_than_update(age_s: int, tmp_path: Path, capsys: Any) -> None:
+    """The state can be older than the checkpoint; a newer one is right: a repair can have gone back."""
+    state = dataclasses.replace(STATE, update=5, total_updates=40)
+    (tmp_path / "state.json").write_text(json.dumps(dataclasses.asdict(state)))
+    updates = [UpdateDone(number, 1, {"loss": 0.5}, 8 * number, 10.0, 1.0) for number in range(1, 13)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line_of(each))}\n" for each in updates))
+    checkpoint = tmp_path / "checkpoints" / "update-00000012"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "checkpoints" / "LATEST").write_text(f"{checkpoint.name}\n")
+    written_s = (tmp_path / "state.json").stat().st_mtime - age_s
+    os.utime(str(checkpoint), (written_s, written_s))
+    main(["status", str(tmp_path)])
+    assert f" update  {5 if age_s > 0 else 12} of 40\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("pid", [-1, 0, None, "1"])
 def test_a_state_without_a_process_is_not_alive(pid: object, tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps({**dataclasses.asdict(STATE), "pid": pid, "started_ticks": None}))
