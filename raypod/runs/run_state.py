@@ -50,7 +50,7 @@ class RunState:
     eta_s: Optional[float] = None  # see `Plan.eta_s`
     restarts: int = 0  # since the coordinator was started
     exit_code: Optional[int] = None
-    message: str = ""  # of the error that ended the run
+    message: str = ""  # why the run ended: of an error or of early stopping
     written_at_s: float = 0.0  # seconds since 1970
     status_port: Optional[int] = None  # of the status endpoint on the coordinator's loopback interface, while it runs
     status_token_file: Optional[str] = None  # path of the file with the token of the endpoint, mode 0600
@@ -152,7 +152,9 @@ class StateFile(Callback):
             code, state = (cli.INTERRUPTED, INTERRUPTED) if event.interrupted else (0, DONE)
             if event.preempted:
                 code, state = self._preemption_exit_code, PREEMPTED
-            self._state = dataclasses.replace(self._state, state=state, exit_code=code)
+            stopped = self._view.stopped
+            message = f"stopped early, as {stopped.reason}" if stopped is not None else ""
+            self._state = dataclasses.replace(self._state, state=state, exit_code=code, message=message)
         else:
             self._write(self._state)
 

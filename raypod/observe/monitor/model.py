@@ -78,7 +78,7 @@ class Run:
     problem: Optional[str] = None  # why the state is not current
     phase: str = ""
     started_unix_s: Optional[float] = None
-    message: str = ""  # of the error that ended it
+    message: str = ""  # why it ended: of an error or of early stopping
     exit_code: Optional[int] = None
     device_line: Optional[str] = None
     update: int = 0

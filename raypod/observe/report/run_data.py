@@ -6,7 +6,7 @@ null). Its size is bounded, whatever the length of the run. Keys:
     id           absolute path of the folder; identifies the run
     name         name of the folder
     state        "starting", "running", "done", "interrupted", "preempted", "failed", "died" (the process has ended
-                 without a trace) or "unknown"; `exit_code`, `message` (of the error), `update`, `total_updates`,
+                 without a trace) or "unknown"; `exit_code`, `message` (why it ended), `update`, `total_updates`,
                  `epoch`, `restarts`
     task, device, device_line, parameters, raypod
     metrics      names of the metrics of the updates, the loss first

@@ -252,6 +252,12 @@ def test_a_resumed_run_stops_at_the_same_update(tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert "Stopped early after update 15: accuracy has not improved for 2 evaluations; the best is " in out
     assert whole["stopped_early"]["reason"] in out
+    shown = f"stopped early, as {whole['stopped_early']['reason']}"
+    assert main(["status", str(tmp_path / "whole")]) == 0
+    assert f" state  done after update 15: {shown}\n" in capsys.readouterr().out
+    assert main(["monitor", "--json", str(tmp_path / "whole")]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["message"] == shown
 
     assert train_tiny(tmp_path / "part", *flags, "--updates", "8") == 0
     assert train_tiny(tmp_path / "rest", *flags, "--updates", "45", "--resume", str(tmp_path / "part")) == 0

@@ -35,7 +35,7 @@ function factsOf(run) {
 
 function overview() {
   if (!runs.length) return [h("p", { class: "empty" }, "No run is selected.")];
-  const message = (run) => (run.message ? h("p", { class: "message" }, `${runs.length > 1 ? `${runName(run)}: ` : ""}${run.message}`) : null);
+  const message = (run) => (run.message ? h("p", { class: run.state === "done" ? "" : "message" }, `${runs.length > 1 ? `${runName(run)}: ` : ""}${run.message}`) : null);
   if (runs.length === 1) {
     const [run] = runs;
     const tiles = [["state", stateOf(run)], ...factsOf(run)];
