@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import time
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = read_cluster(args.cluster) if args.cluster is not None else None
     source = PodSource(args.interval, folder, cluster)
     if args.json:
-        return _json(source, args.interval if args.follow else None)
+        return _json(source, folder, args.interval if args.follow else None)
     screen = Screen(POD if folder is None else RUN, str(folder) if folder is not None else None)
     is_ascii = _is_ascii(sys.stdout)
     if args.once or not is_live():
@@ -77,8 +78,8 @@ def _folder(text: str) -> Path:
     return folder.resolve()
 
 
-def _json(source: PodSource, interval_s: Optional[float]) -> int:
-    """Print JSON once, or every `interval_s` seconds until the reader closes the pipe."""
+def _json(source: PodSource, folder: Optional[Path], interval_s: Optional[float]) -> int:
+    """Print JSON once, or every `interval_s` seconds until the reader closes the pipe; of the runs only a named one."""
     with source:
         source.wait()
         source.poll()
@@ -86,7 +87,10 @@ def _json(source: PodSource, interval_s: Optional[float]) -> int:
         try:
             while True:
                 began_s = time.monotonic()
-                show(strict_json(to_json(source.poll(), source.facts)))
+                pod = source.poll()
+                if folder is not None:
+                    pod = dataclasses.replace(pod, runs=tuple(run for run in pod.runs if run.run_dir == str(folder)))
+                show(strict_json(to_json(pod, source.facts)))
                 if interval_s is None:
                     return 0
                 time.sleep(max(0.0, interval_s - (time.monotonic() - began_s)))

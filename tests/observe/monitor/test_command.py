@@ -31,6 +31,7 @@ from raypod.observe.status.endpoint import snapshot_route
 from raypod.observe.status.token_server import TokenServer
 from tests.support import ROOT
 from tests.support.monitor_models import instance, make_run, snapshot, usage
+from tests.support.run_folders import write_run
 
 LIMIT_S = 60
 
@@ -70,6 +71,15 @@ def test_json_has_the_documented_keys(run_dir: Path, capsys: pytest.CaptureFixtu
     found = [content, run, run["instances"][0], run["events"][0], host, host["ipus"][0], host["usage"]]
     assert not {key for each in found for key in each if f"`{key}`" not in section}
     assert [each["pid"] for each in host["ipus"]] == [1004, 1004, 1005, 1005, 1006, 1006, 1007, 1007]
+
+
+def test_json_of_a_named_run_lists_no_other(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(run_dir.parent / "ended")
+    for folder in (run_dir, run_dir.parent / "ended"):
+        assert main(["monitor", str(folder), "--json"]) == 0
+        content = json.loads(capsys.readouterr().out)
+        assert [each["name"] for each in content["runs"]] == [folder.name]
+        assert {each["run"] for each in content["hosts"][-1]["ipus"]} == {"a-run"}  # all that works there
 
 
 def test_the_usage_shows_which_flags_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
