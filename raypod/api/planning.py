@@ -20,6 +20,7 @@ from raypod.runs import run_folder
 from raypod.runs.lease import EXPIRES_AFTER_S
 from raypod.runs.sinks import check_packages
 from raypod.runs.upload import remote_run
+from raypod.runtime.worker import collectives
 from raypod.runtime.workers.choice import with_fleet
 from raypod.system import sdk
 from raypod.system.command_line import FlagParser, check_utf8, value_of, width_of
@@ -162,7 +163,7 @@ def check_host(plan: Plan) -> None:
 
     Raises:
         ConfigError: a package is missing, or a path is not UTF-8 and is sent to other processes by Ray.
-        SdkError: this host is the pod, and the SDK is missing, or a variable of the emulated SDK is wrong.
+        SdkError: this host is the pod, and the SDK or Horovod is missing, or a variable of the emulated SDK is wrong.
     """
     check_packages(plan.config)
     sdk.requests_compilation()
@@ -174,6 +175,8 @@ def check_host(plan: Plan) -> None:
         check_scheme(plan.config.run.storage_path, "--storage-path")
     if plan.placement.cluster.is_local:
         sdk.sdk_for_programs(plan.config.run.device)
+    if plan.is_inline or plan.placement.cluster.is_local:
+        collectives.check_available(plan.config.run.collectives)
 
 
 def needs_model(plan: Plan) -> bool:

@@ -14,7 +14,6 @@ from raypod.errors import InstanceFailed, RaypodError, RunError, summarize_excep
 from raypod.events import CallReport, ClockReading, EvaluationReport, InstanceStarted
 from raypod.plan import user_code
 from raypod.plan.plan import Plan, Segment
-from raypod.runtime.worker import collectives
 from raypod.runtime.worker.environment import instance_environment
 from raypod.runtime.workers.fleet import Beat, Family, Labels
 from raypod.system import sdk, torchvision_import
@@ -53,7 +52,6 @@ class InlineFleet:
         os.environ.update(instance_environment(self._plan, self._plan.placement.instances[0], python_path))
         torchvision_import.install()
         found = sdk.select(self._plan.config.run.device)
-        collectives.check_available(self._plan.config.run.collectives)
         from raypod.runtime.worker.instance import (
             Instance,  # after the environment is set: it imports torch and the SDK
         )
