@@ -58,8 +58,8 @@ def detach(argv: Sequence[str], claimed: Claim, plan: Plan, way: Optional[str] =
     """Start a command line of `raypod train` in the background, and hand the claim over to its process.
 
     It is a Ray job where the cluster that the run joins has a job server, otherwise a process that this one starts;
-    `way` (RAY_JOB, PROCESS) determines it. Returns 0 once the run trains or `start_timeout_s` seconds have passed, or
-    the exit code of a process that ended.
+    `way` (RAY_JOB, PROCESS) determines it. Returns 0 once the run has finished an update or `start_timeout_s` seconds
+    have passed, or the exit code of a process that ended.
 
     Raises:
         UserError: `way` is RAY_JOB, and there is no job server or Ray does not start the job; the log is not writable.
@@ -114,12 +114,12 @@ def _job_server(plan: Plan, way: Optional[str]) -> Tuple[Optional[JobServer], st
 
 
 def _await_start(started: _Background, claimed: Claim, log: Path, began: int, within_s: float) -> int:
-    """Wait until the run trains. `began` is the size of its log in bytes before it was started."""
+    """Wait until the run has finished an update. `began` is the size of its log in bytes before it was started."""
     deadline = time.monotonic() + within_s
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the wait, not the run
         while time.monotonic() < deadline:
             state = run_state.read(claimed.folder)
-            if state is not None and state.pid == started.pid and state.state == run_state.RUNNING:
+            if state is not None and state.pid == started.pid and _trains(state):
                 break
             code = started.poll()
             if code is not None:
@@ -132,6 +132,11 @@ def _await_start(started: _Background, claimed: Claim, log: Path, began: int, wi
     show(f"raypod status|attach|stop {claimed.folder}")
     started.leave()
     return 0
+
+
+def _trains(state: RunState) -> bool:
+    """Return whether a run has finished an update: until then a user's mistake leaves no run folder."""
+    return state.state in (run_state.RUNNING, run_state.DONE) and state.samples_per_s is not None
 
 
 def status(run_dir: Path) -> int:

@@ -157,6 +157,8 @@ class StateFile(Callback):
             self._state = dataclasses.replace(self._state, state=state, exit_code=code, message=message)
         else:
             self._write(self._state)
+        if isinstance(event, RunStarted):
+            self._next_write_s = 0.0  # with the first update, it is known that the run trains
 
     def copy_to(self, folder: Path) -> None:
         """Write into another run folder that the run has failed. OSError as from the disk."""

@@ -121,6 +121,32 @@ def test_an_error_at_the_start_of_a_detached_run_is_printed(processes: None, tmp
     assert "no_such_module" in done.stderr.splitlines()[-1]
 
 
+MISTAKEN = """
+import time
+import torch
+from raypod import ConfigError
+
+class Mistaken(torch.nn.Module):
+    def __init__(self, *_, **__):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+
+    def forward(self, images):
+        time.sleep(1.0)  # the run has started
+        raise ConfigError("a mistake")
+"""
+
+
+def test_a_mistake_that_the_first_call_of_a_detached_run_finds_leaves_nothing(
+    processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mistaken.py").write_text(MISTAKEN)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), *sys.path])))
+    done = train(tmp_path / "run", "--detach", "--model", "mistaken:Mistaken")
+    assert (done.returncode, done.stderr) == (2, "raypod: error: a mistake\n")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_interrupted_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     line = [*FLAGS, "--run-dir", str(folder), "--updates", "2"]
