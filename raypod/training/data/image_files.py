@@ -16,7 +16,7 @@ import numpy as np
 from typing_extensions import Protocol
 
 from raypod.errors import as_utf8
-from raypod.training.data.pixels import TooManyPixels, lost_of
+from raypod.training.data.pixels import TooManyPixels, lost_of, open_image
 from raypod.training.data.shards import checksum_of_sample
 
 if TYPE_CHECKING:  # imports torchvision, which planning and the prediction of other data sets do not need
@@ -192,22 +192,23 @@ class ImageFiles:
             ) from error
 
 
-def warnings_of(splits: Sequence[Tuple[Files, int]]) -> List[str]:
+def warnings_of(splits: Sequence[Tuple[Files, int]], max_pixels: int) -> List[str]:
     """Return a line for each kind of loss: the number of images that have it, and the first one.
 
-    Up to 256 images of each split are opened, given as its files and their number.
+    Up to 256 images of each split are opened, given as its files and their number. Those with more than `max_pixels`
+    pixels cannot be used.
     """
-    from PIL import Image  # planning other data sets works without Pillow
-
     numbers: Dict[str, int] = collections.Counter()
     first: Dict[str, str] = {}
     examined = [(files, index) for files, count in splits for index in range(0, count, -(-count // _EXAMINED) or 1)]
     for files, index in examined:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of damaged or very large images
-                with Image.open(io.BytesIO(files.read(index))) as image:
+                warnings.simplefilter("ignore")  # of damaged images
+                with open_image(io.BytesIO(files.read(index)), max_pixels) as image:
                     lost = list(lost_of(image))
+        except TooManyPixels:
+            lost = [f"with more pixels than --max-image-pixels {max_pixels} (cannot be used)"]
         except Exception:  # noqa: BLE001 - decoders raise many exception types for damaged files
             lost = ["that cannot be opened"]
         for kind in lost:

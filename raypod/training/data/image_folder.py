@@ -37,12 +37,13 @@ def size(config: Config) -> DatasetSize:
         return _packed_size(config, packed, [])
     if packed is not None:
         arrays = packed.arrays()
-        return _packed_size(config, packed, _lost([packed.files(split, arrays) for split in shards.SPLITS], arrays))
+        files = [packed.files(split, arrays) for split in shards.SPLITS]
+        return _packed_size(config, packed, _lost(config, files, arrays))
     root = _root(config)
     arrays = _arrays(config, root, writes=False)
     _boxes(config, arrays)
     skipped = [os.fsdecode(each) for each in arrays["skipped"].tolist() if each]
-    lost = _lost([FolderFiles(root, arrays[f"{split}_files"]) for split in shards.SPLITS], arrays)
+    lost = _lost(config, [FolderFiles(root, arrays[f"{split}_files"]) for split in shards.SPLITS], arrays)
     return DatasetSize(len(arrays["train_labels"]), len(arrays["test_labels"]), notes=(*skipped, *lost))
 
 
@@ -53,10 +54,10 @@ def _packed_size(config: Config, packed: Packed, lost: List[str]) -> DatasetSize
     return DatasetSize(index.train.samples, index.test.samples, notes=notes, shards=counts)
 
 
-def _lost(files: List[Any], arrays: Arrays) -> List[str]:
+def _lost(config: Config, files: List[Any], arrays: Arrays) -> List[str]:
     """Return warnings about what is lost of the pixels of both splits."""
     counts = [len(arrays[f"{split}_labels"]) for split in shards.SPLITS]
-    return [f"WARNING: {each}" for each in warnings_of(list(zip(files, counts)))]
+    return [f"WARNING: {each}" for each in warnings_of(list(zip(files, counts)), config.data.max_image_pixels)]
 
 
 def shape(config: Config) -> ImageShape:

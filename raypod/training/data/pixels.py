@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import warnings
 from typing import Any, Iterator
 
 import numpy as np
@@ -82,13 +83,16 @@ def open_image(source: Any, max_pixels: int) -> Any:
 
     own = Image.MAX_IMAGE_PIXELS
     if own is not None and own < max_pixels:  # Pillow refuses more than twice its limit before it returns the size
-        Image.MAX_IMAGE_PIXELS = max_pixels
+        own = Image.MAX_IMAGE_PIXELS = max_pixels
+    if all(each[2] is not Image.DecompressionBombWarning for each in warnings.filters):
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # such an image is refused below
     try:
         image = Image.open(source)
     except UnidentifiedImageError:
         raise OSError("Pillow does not recognize its format") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise TooManyPixels(f"{error}; --max-image-pixels is {max_pixels}") from None
+    except Image.DecompressionBombError:
+        assert own is not None
+        raise TooManyPixels(f"it has more than {2 * own} pixels, and --max-image-pixels is {max_pixels}") from None
     try:
         check_pixels(image.height, image.width, max_pixels)
     except OSError:

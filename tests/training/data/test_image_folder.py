@@ -523,11 +523,33 @@ def test_training_and_prediction_refuse_an_image_with_more_pixels(decoder: str, 
 def test_the_limit_replaces_that_of_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
     size = 30_000
-    png = b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", struct.pack(">IIBBBBB", size, size, 1, 0, 0, 0, 0)) + _chunk(b"IDAT")
-    with pytest.raises(OSError, match="--max-image-pixels is 1000"):
-        open_image(io.BytesIO(png), 1000)
-    with open_image(io.BytesIO(png), size * size) as image:
+    with pytest.raises(OSError, match="it has more than [0-9]+ pixels, and --max-image-pixels is 1000"):
+        open_image(io.BytesIO(_png(size)), 1000)
+    with open_image(io.BytesIO(_png(size)), size * size) as image:
         assert image.size == (size, size)
+
+
+@pytest.mark.parametrize("decoder", ["pillow", "simplejpeg"])
+@pytest.mark.parametrize("side", [101, 142])  # of more than 100 x 100 pixels, and of more than twice as many
+def test_the_plan_warns_of_an_image_that_training_refuses_and_pillow_does_not(
+    decoder: str, side: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    pytest.importorskip(decoder.replace("pillow", "PIL"))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
+    folder = folder_of(tmp_path, "a.png", Image.new("L", (32, 32)))
+    (folder / "train" / "a" / "a.png").write_bytes(_png(side))
+    large = config(folder, image_size=16, jpeg_decoder=decoder, max_image_pixels=10_000)
+    found = "with more pixels than --max-image-pixels 10000 (cannot be used)"
+    assert datasets.dataset_size(large).notes == (f"WARNING: 1 of 2 images {found}, as {folder}/train/a/a.png",)
+    with pytest.raises(OSError, match=r"/a.png: it has .* pixels, .*--max-image-pixels (is )?10000; .* accept more"):
+        datasets.load(large).train[0]
+    assert not recwarn.list
+
+
+def _png(side: int) -> bytes:
+    """Return a PNG file without pixels."""
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT")
 
 
 def _chunk(kind: bytes, content: bytes = b"") -> bytes:
