@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, FrozenSet, Iterator, List
 import numpy as np
 from typing_extensions import Protocol
 
-from raypod.errors import as_utf8
+from raypod.errors import ConfigError, as_utf8
 from raypod.training.data.pixels import TooManyPixels, lost_of, open_image
 from raypod.training.data.shards import checksum_of_sample
 
@@ -182,10 +182,13 @@ class ImageFiles:
 
         Raises:
             OSError: the image cannot be read; the message has its path.
+            ConfigError: its shard at a URL cannot be used.
         """
         try:
             box = () if self._boxes is None else (self._boxes[index].tolist(),)
             return self.transform.decode(self.files.read(index), *box), int(self._labels[index])
+        except ConfigError:
+            raise
         except Exception as error:  # decoders raise many exception types for damaged files
             raise OSError(
                 f"cannot read the image {self.files.name(index)}: {error}; {_hint(error, f'{self._split}{index}')}"

@@ -212,7 +212,12 @@ class PackedSamples:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        """Return a sample as it was packed. OSError if it cannot be read; the message has its shard."""
+        """Return a sample as it was packed.
+
+        Raises:
+            OSError: it cannot be read; the message has its shard.
+            ConfigError: its shard at a URL cannot be used.
+        """
         if not 0 <= index < self._length:
             raise IndexError(index)
         try:

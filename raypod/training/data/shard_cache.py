@@ -76,7 +76,7 @@ class ShardCache:
         with file_lock(self.folder / f"{shard.xxh3_128}{_LOCKED}", _DOWNLOAD_S, ""):
             if self.has(shard):
                 return 0
-            partial, found = self._partial(shard), ""
+            partial, found, size = self._partial(shard), "", 0
             try:
                 for attempt in range(1, _ATTEMPTS + 1):
                     self._reserve(shard, kept)
@@ -88,7 +88,10 @@ class ShardCache:
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     partial.unlink()
-        raise DamagedShard(f"its checksum is {found}, expected {shard.xxh3_128}, also when it is downloaded again")
+        sizes = f" ({size} bytes, expected {shard.bytes})" if size < shard.bytes else ""
+        raise DamagedShard(
+            f"its checksum is {found}, expected {shard.xxh3_128}, also when it is downloaded again{sizes}"
+        )
 
     def remove_abandoned(self) -> None:
         """Remove what processes have left that were killed during a download."""

@@ -144,10 +144,7 @@ class Downloads:
         if failure is None:
             return
         if failure["is_final"]:
-            raise ConfigError(
-                f"cannot use the shard {self.url}/{shard.file}: {failure['cause']}; upload it again, or see whether "
-                "this host may read it"
-            )
+            raise _unusable(self.url, shard, failure["cause"])
         del self._failed[shard.xxh3_128]
         raise ReadFailed(f"{self.url}/{shard.file}: {failure['cause']}")
 
@@ -243,10 +240,16 @@ class StreamedFiles(PackedFiles):
         return self._named(index, f"{self._url}/{shard.file}")
 
     def _read_remote(self, shard: int, index: int) -> bytes:
-        first, size = int(self._arrays["offsets"][index]), self.size(index)
-        data: bytes = _tried(lambda: Store(self._url).read_range(self._shards[shard].file, first, size))
+        """Return a sample from the URL. ConfigError as `Downloads.wait`."""
+        first, size, own = int(self._arrays["offsets"][index]), self.size(index), self._shards[shard]
+        try:
+            data: bytes = _tried(lambda: Store(self._url).read_range(own.file, first, size))
+        except (FileNotFoundError, PermissionError) as error:
+            raise _unusable(self._url, own, describe(error)) from None
+        if len(data) != size:
+            raise _unusable(self._url, own, f"it ends before byte {first + size}, expected {own.bytes} bytes")
         if shards.checksum_of_sample(data) != self.checksum(index):
-            raise OSError("its bytes have changed since it was packed")
+            raise _unusable(self._url, own, f"the bytes of sample {index} have changed since it was packed")
         return data
 
     def _descriptor(self, shard: int) -> int:
@@ -421,6 +424,12 @@ class StreamedShards:
         except Exception as error:  # noqa: BLE001 - storage libraries raise many exception types
             cause = str(error) if isinstance(error, DamagedShard) else describe(error)
             raise ConfigError(f"--data-dir: cannot read {path}: {cause}") from None
+
+
+def _unusable(url: str, shard: Shard, cause: str) -> ConfigError:
+    return ConfigError(
+        f"cannot use the shard {url}/{shard.file}: {cause}; upload it again, or see whether this host may read it"
+    )
 
 
 def _reserved_bytes(index: Index) -> int:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +34,7 @@ from raypod.training.data.order import epoch_order, packed_order
 from raypod.training.data.shard_cache import DamagedShard, ShardCache
 from raypod.training.data.shards import Shard, read_index
 from tests.support import image_folders
-from tests.support.refused import one_line
+from tests.support.refused import one_line, refused
 from tests.support.shard_threads import InThread
 
 WINDOW = 3
@@ -290,10 +291,30 @@ def test_a_damaged_shard_is_downloaded_again_and_then_named(make: Any, storage: 
     cached = feed._source.train.files._downloads.cache.path(read_index(storage.folder).train.shards[0])
     cached.unlink()
     damages += [1, 1]
-    words = r"the shard file://\S+/train/00000.tar: its checksum is \w+, expected \w+, al"
+    words = r"the shard file://\S+/train/00000.tar: its checksum is \w+, expected \w+, al.* \(7 bytes, expected \d+\);"
     with pytest.raises(ConfigError, match=words):
         fed(plan)
     assert not cached.exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:600]), "it ends before byte [0-9]+, expected [0-9]+ bytes"),
+        (lambda file: file.write_bytes(bytes(file.stat().st_size)), "the bytes of sample [01] have changed since it"),
+        (Path.unlink, "FileNotFoundError"),
+    ],
+    ids=["truncated", "changed", "missing"],
+)
+def test_a_sample_of_a_damaged_shard_is_an_error_of_the_shard(
+    packed: Path, tmp_path: Path, storage: Storage, damage: Any, words: str
+) -> None:
+    storage.folder = Path(shutil.copytree(str(packed), str(tmp_path / "copy")))
+    damage(storage.folder / "val" / "00000.tar")
+    images = datasets.load(from_values({"data": data_at(storage.url)})).test
+    index = int(np.flatnonzero(images.files._arrays["shards"] == 0)[0])
+    message = refused(f"^cannot use the shard {storage.url}/val/00000.tar: {words}", images.__getitem__, index)
+    assert message.endswith("; upload it again, or see whether this host may read it")
 
 
 def test_what_a_disk_has_changed_is_downloaded_again(make: Any, storage: Storage) -> None:
