@@ -15,11 +15,12 @@ import contextlib
 import os
 import re
 from pathlib import Path
-from typing import Container, List, Tuple
+from typing import Container, Iterator, List, Tuple
 
-from raypod.errors import WaitTimedOut
+from raypod.errors import ConfigError, WaitTimedOut
 from raypod.system.files import file_lock
 from raypod.system.remote.store import Store
+from raypod.system.retries import is_passing
 from raypod.training.data.shards import Shard, checksum_of
 
 _NAME = re.compile(r"[0-9a-f]{32}(\.\d+\.partial)?")
@@ -70,10 +71,10 @@ class ShardCache:
 
         Raises:
             DamagedShard: its checksum is wrong, also of a second download.
+            ConfigError: the folder cannot be created or written.
             Exception: of the storage library, or OSError of the disk.
         """
-        self.folder.mkdir(0o755, parents=True, exist_ok=True)
-        with file_lock(self.folder / f"{shard.xxh3_128}{_LOCKED}", _DOWNLOAD_S, ""):
+        with self._locked(shard):
             if self.has(shard):
                 return 0
             partial, found, size = self._partial(shard), "", 0
@@ -99,6 +100,21 @@ class ShardCache:
             lock = self.folder / f"{partial.name.partition('.')[0]}{_LOCKED}"
             with contextlib.suppress(WaitTimedOut, OSError), file_lock(lock, 0, ""):
                 partial.unlink()
+
+    @contextlib.contextmanager
+    def _locked(self, shard: Shard) -> Iterator[None]:
+        """Lock a shard. ConfigError if the folder cannot be created or written."""
+        with contextlib.ExitStack() as stack:
+            try:
+                self.folder.mkdir(0o755, parents=True, exist_ok=True)
+                stack.enter_context(file_lock(self.folder / f"{shard.xxh3_128}{_LOCKED}", _DOWNLOAD_S, ""))
+            except OSError as error:
+                if is_passing(error):
+                    raise
+                raise ConfigError(
+                    f"cannot write shards to {self.folder} ({error.strerror}); choose another folder with --cache-dir"
+                ) from None
+            yield
 
     def _partial(self, shard: Shard) -> Path:
         return self.folder / f"{shard.xxh3_128}.{shard.bytes}{_PARTIAL}"

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Set
 
+from raypod.errors import ConfigError
 from raypod.system.files import parse_json
 from raypod.system.remote.backends import OBJECT_STORES, check_scheme
 from raypod.system.remote.errors import describe
@@ -52,7 +53,7 @@ class _Downloader:
         except Exception as error:  # noqa: BLE001 - storage libraries raise many exception types
             self._store().disconnect()
             is_final = isinstance(error, (DamagedShard, FileNotFoundError, PermissionError))
-            cause = str(error) if isinstance(error, DamagedShard) else describe(error)
+            cause = str(error) if isinstance(error, (DamagedShard, ConfigError)) else describe(error)
             self._answer({"failed": shard.xxh3_128, "cause": cause, "is_final": is_final})
         else:
             self._answer({"done": shard.xxh3_128})

@@ -421,6 +421,8 @@ class StreamedShards:
     def _try(self, path: str, action: Callable[[], Any]) -> Any:
         try:
             return _tried(action)
+        except ConfigError:  # of the cache
+            raise
         except Exception as error:  # noqa: BLE001 - storage libraries raise many exception types
             cause = str(error) if isinstance(error, DamagedShard) else describe(error)
             raise ConfigError(f"--data-dir: cannot read {path}: {cause}") from None

@@ -388,6 +388,19 @@ def test_a_cache_into_which_others_can_write_is_refused(storage: Storage, tmp_pa
         datasets.dataset_size(from_values({"data": data_at(storage.url)}))
 
 
+@pytest.mark.parametrize(("inside", "cause"), [("", "Not a directory"), ("shards", "File exists")])
+def test_a_cache_that_cannot_be_written_is_no_fault_of_the_data(
+    storage: Storage, tmp_path: Path, inside: str, cause: str
+) -> None:
+    place = tmp_path / "place"
+    (place / inside).parent.mkdir(exist_ok=True)
+    (place / inside).write_text("a file")
+    data = from_values({"data": data_at(storage.url, cache_dir=str(place))})
+    message = refused(f"cannot write shards to {place}/shards .* with --cache-dir", datasets.load, data)
+    assert cause in message
+    assert storage.reads == []
+
+
 def test_a_run_is_that_of_a_local_copy_and_its_ledger_proves_it(storage: Storage, tmp_path: Path, capsys: Any) -> None:
     def run(name: str, *words: str) -> Tuple[str, Path]:
         flags = [*FLAGS, "--dataset", "imagefolder", "--image-size", "16", "--run-dir", str(tmp_path / name), *words]
