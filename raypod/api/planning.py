@@ -53,6 +53,11 @@ _DESCRIPTIONS = {
     "raypod train": (
         "Train a model on this host or on a pod. Without flags: a ResNet on digits, on two emulated instances."
     ),
+    "raypod lr-range": (
+        "Train for a few updates with a learning rate that grows by the same factor in each, from a millionth of "
+        "--learning-rate [10] to that rate, and suggest a rate. --updates [100] is their number. The curve is "
+        "lr-range.csv in the run folder [runs/TIME-lr-range]."
+    ),
     "raypod plan": "Print what `raypod train` with the same flags would run where. Nothing is started or downloaded.",
     "raypod compile": (
         "Compile the training and the evaluation of `raypod train` with the same flags, without IPUs, into the "

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
+from raypod.api import planning
 from raypod.cli.table import COMMANDS
 from raypod.errors import ConfigError, LossNotFinite
 from raypod.events import UpdateDone
@@ -41,21 +42,15 @@ def factor(update: int, total_updates: int) -> float:
     return math.pow(_SPAN, 1 - update / max(1, total_updates - 1))
 
 
-def parser() -> FlagParser:
-    """Return the parser of the help; `raypod train` parses the flags."""
-    return FlagParser(
-        prog="raypod lr-range",
-        usage="raypod lr-range [the flags of raypod train]",
-        description="Train for a few updates with a learning rate that grows by the same factor in each, from a "
-        "millionth of --learning-rate [10] to that rate, and suggest a rate. --updates [100] is their number. "
-        f"The curve is {CURVE} in the run folder [runs/TIME-lr-range].",
-    )
+def parser(words: Sequence[str] = ()) -> FlagParser:
+    """Return the parser of a command line: the flags of `raypod train`, which parses them again."""
+    return planning.parser(words, "raypod lr-range", ["--dry-run", "--take-over", "--quiet", "--verbose"])
 
 
 def main(argv: Sequence[str]) -> int:
     """Train with a growing rate, write the curve into the run folder, and print the suggested rate."""
-    parser().parse_args(["--help"] if {"-h", "--help"} & set(argv) else [])
     _check(argv)
+    parser(argv).parse_args(argv)
     run_dir = value_of(argv, "--run-dir", "run.run_dir") or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-lr-range"
     words = [*argv, "--lr-schedule", RANGE_TEST]
     for flag, key, default in (*_DEFAULTS, ("--run-dir", "run.run_dir", run_dir)):

@@ -62,6 +62,7 @@ def parser(words: Sequence[str]) -> FlagParser:
         )
         parser.add_argument("--dataset", metavar="MODULE:FUNCTION", help="data set of your own, as of raypod train")
         parser.add_argument("--task", metavar="MODULE:CLASS", help="task of your own, as of raypod train")
+        parser.add_argument("--data-dir", metavar="DIR", help="what the data set, or the task, reads")
     parser.add_argument(
         "--shard-size", metavar="SIZE", help=f"largest size of a shard, as 256MB [default: {_SHARD_SIZE}]"
     )
@@ -97,11 +98,7 @@ def _pack_folder(args: Namespace) -> int:
     from raypod.training.data.tables import splits_in
 
     shard_bytes = _size_of(args.shard_size)
-    if not args.words:
-        raise ConfigError("the data is missing: raypod pack FOLDER OUT")
-    folder = Path(args.words[0]).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder")
+    folder = _folder_of(args)
     if args.verify:
         if len(args.words) != 1:
             raise ConfigError("--verify takes one folder, the packed one")
@@ -126,6 +123,21 @@ def _pack_folder(args: Namespace) -> int:
             found = packing.pack_samples(str(folder), splits, (), target, shard_bytes, progress)
     _show_packed(target, found, "images" if tables is None else "samples")
     return 0
+
+
+def _folder_of(args: Namespace) -> Path:
+    """Return the folder with the data."""
+    if args.data_dir is not None:
+        raise ConfigError(
+            f"--data-dir {args.data_dir} has no effect without --dataset or --task; to pack that folder itself: raypod "
+            f"pack {args.data_dir} OUT"
+        )
+    if not args.words:
+        raise ConfigError("the data is missing: raypod pack FOLDER OUT")
+    folder = Path(args.words[0]).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder")
+    return folder
 
 
 def _pack_tars(folder: Path, columns: Optional[Sequence[str]], target: Path, shard_size: Optional[str]) -> bool:

@@ -41,7 +41,9 @@ GROUPS: Dict[str, Dict[str, Command]] = {
     "Run": {
         "train": Command("train a model on this host or on a pod", "raypod.train", has_task=True, main="command"),
         "launch": Command("start any program in every instance, as poprun does", "raypod.launch", main="main"),
-        "lr-range": Command("find a learning rate with a short training", "raypod.cli.lr_range", main="main"),
+        "lr-range": Command(
+            "find a learning rate with a short training", "raypod.cli.lr_range", has_task=True, main="main"
+        ),
         "compile": Command(
             "compile a training without a pod, and estimate its memory", "raypod.cli.compile", has_task=True
         ),

@@ -89,6 +89,7 @@ def test_the_help_imports_neither_torch_nor_ray(processes: None, line: str, tmp_
         ("up --wait-host=3", "unknown flag --wait-host; did you mean --wait-hosts?; raypod up --help lists all"),
         ("doctor --clutser f", "unknown flag --clutser; did you mean --cluster?; raypod doctor --help lists all"),
         ("version --zzz", "unknown flag --zzz; raypod version --help lists all"),
+        ("lr-range --updatse 5", "unknown flag --updatse; did you mean --updates?; raypod lr-range --help lists all"),
         ("train --epohcs 3", "unknown flag --epohcs; did you mean --epochs?; raypod train --help lists all"),
         ("report nowhere --output x else", "nowhere does not exist"),  # flags and words in any order
         ("mointor", "unknown command mointor; did you mean monitor?; raypod --help describes them"),

@@ -204,6 +204,7 @@ def test_two_processes_do_not_pack_into_one_folder_and_an_empty_image_is_named(
     ("words", "message"),
     [
         (["{folder}"], "the folder of the shards is missing: raypod pack FOLDER OUT"),
+        (["--data-dir", "images", "{new}"], "--data-dir images has no effect .* itself: raypod pack images OUT"),
         (["{folder}/none", "{new}"], "none: there is no such folder"),
         (["{folder}/train", "{new}"], "has no class folders"),
         (["{packed}", "{new}"], "is packed already"),
