@@ -68,11 +68,12 @@ from raypod.training.checkpoint import resume, weights_file
 
 @dataclasses.dataclass(frozen=True)
 class Claimed:
-    """A plan whose run folder is claimed, and the checkpoint from which it resumes."""
+    """A plan whose run folder is claimed, the checkpoint from which it resumes, and the requested memory format."""
 
     plan: Plan
     claim: claim.Claim
     found: Optional[resume.ResumePoint]
+    memory_format: str
 
 
 @contextlib.contextmanager
@@ -100,7 +101,7 @@ def claimed(
     with held:
         check_port(plan.config.run.status_port)  # here, so that also `--detach` finds it before it starts a process
         plan = restore(dataclasses.replace(plan, run_dir=str(held.folder)), held, log)
-        resumes = plan.config.run.resume
+        resumes, memory_format = plan.config.run.resume, plan.config.training.memory_format
         plan, found = resume_point(plan, verify)
         if found is None and not resumes and run_folder.has_lost_checkpoints(held.folder):
             log(
@@ -112,7 +113,7 @@ def claimed(
                 f"{plan.run_dir} began from {resumes} already: continuing from {found.checkpoint.path.name}; to begin "
                 "again, use another --run-dir"
             )
-        yield Claimed(plan, held, found)
+        yield Claimed(plan, held, found, memory_format)
 
 
 def resume_point(plan: Plan, verify: bool = True) -> Tuple[Plan, Optional[resume.ResumePoint]]:
@@ -178,7 +179,7 @@ class Training:
         plan, lease, is_closed = self._run.plan, self._run.claim.lease, False
         failure: Optional[BaseException] = None
         self._stop.configure(plan.config.run)
-        run_folder.create(plan)
+        run_folder.create(plan, self._run.memory_format)
         self._run.claim.note_written()
         with contextlib.ExitStack() as stack:
             stack.enter_context(deadline_of(self._stop))
@@ -238,7 +239,7 @@ class Training:
             served(routes, folder, plan.config.run.status_port, state),
             CoordinatorLogTimes(folder),
             state,
-            Rescue(plan, elsewhere, mirror, copies, warn, self._callbacks),
+            Rescue(plan, self._run.memory_format, elsewhere, mirror, copies, warn, self._callbacks),
             conclusion,
             TrackerProcesses(plan, warn, started_unix_s),
             mirror,
@@ -331,13 +332,15 @@ class Rescue(Callback):
     def __init__(
         self,
         plan: Plan,
+        memory_format: str,
         elsewhere: Elsewhere,
         mirror: Mirror,
         copies: CheckpointCopies,
         warn: Callable[[str], None],
         callbacks: Sequence[Callback],
     ) -> None:
-        self._plan, self._elsewhere, self._mirror, self._copies = plan, elsewhere, mirror, copies
+        self._plan, self._memory_format = plan, memory_format
+        self._elsewhere, self._mirror, self._copies = elsewhere, mirror, copies
         self._warn, self._callbacks = warn, callbacks
 
     def on_event(self, event: Event) -> None:
@@ -357,7 +360,7 @@ class Rescue(Callback):
             self._elsewhere.remove()
 
     def _write_files(self, folder: Path) -> None:
-        run_folder.create(dataclasses.replace(self._plan, run_dir=str(folder)))
+        run_folder.create(dataclasses.replace(self._plan, run_dir=str(folder)), self._memory_format)
         for each in reversed(self._callbacks):
             each.copy_to(folder)
         run_id: Optional[str] = self._copies.run_id

@@ -109,15 +109,21 @@ def way_to_continue(run_dir: str, updates: int, checkpoint: Optional[str], optio
     return f"continue with {option}{run_dir if is_own else checkpoint}"
 
 
-def create(plan: Plan) -> None:
-    """Create the folder and write `plan.json` and `config.yaml` into it. ConfigError if that fails."""
-    folder = Path(plan.run_dir)
+def create(plan: Plan, memory_format: Optional[str] = None) -> None:
+    """Create the folder and write `plan.json` and `config.yaml` into it. ConfigError if that fails.
+
+    `memory_format` is the requested one, if a resumed run has that of its checkpoint in place of it.
+    """
+    folder, config = Path(plan.run_dir), plan.config
+    if memory_format is not None:
+        training = config.training.model_copy(update={"memory_format": memory_format})
+        config = config.model_copy(update={"training": training})
     try:
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         # The first file: with it the folder counts as a run folder, from which the same command continues.
         replace_file(folder / PLAN, (json.dumps(describe(plan), indent=2) + "\n").encode())
         _copy_evaluations(plan)
-        content = plan.config.to_yaml().encode()
+        content = config.to_yaml().encode()
         replace_file(folder / CONFIG, content)
         seal = stored_code.seal_of(content)
         if seal is not None:

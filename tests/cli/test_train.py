@@ -93,6 +93,16 @@ def test_a_run_resumes_before_a_damaged_checkpoint_and_names_lost_lines(tmp_path
     assert summary_of(whole)["weights_sha256"] == summary_of(folder)["weights_sha256"]
 
 
+def test_a_resumed_run_has_the_settings_of_the_first_one_to_compare(tmp_path: Path, capsys: Any) -> None:
+    flags = ("--lr-schedule", "constant", "--model", "tiny", "--checkpoint-every", "2 updates")
+    _, first = command(tmp_path / "first", *flags, "--updates", "2")
+    _, second = command(tmp_path / "second", *flags, "--updates", "4", "--resume", str(first))
+    capsys.readouterr()
+    assert main(["compare", str(first), str(second)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("training.", "run."))]
+    assert [line.split()[0] for line in lines] == ["training.updates", "run.resume"]
+
+
 def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(tmp_path: Path, capsys: Any) -> None:
     flags = ("--lr-schedule", "constant", "--model", "tiny", "--checkpoint-every", "2 updates", "--updates", "6")
     _, folder = command(tmp_path, *flags)
