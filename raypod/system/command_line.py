@@ -13,6 +13,7 @@ import select
 import shutil
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, List, Mapping, NoReturn, Optional, Sequence, TextIO
 
@@ -22,6 +23,7 @@ INTERRUPTED = 130
 CLOSED_PIPE = 141  # as a shell reports SIGPIPE
 DEFAULT_WIDTH = 80  # of a terminal that does not know its own
 _LEAST_ROOM = 20  # columns of a folded text
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"  # where the files of raypod are
 _STYLES = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
 _OWN_STYLES = {f"\x1b[{number}m" for number in (0, *_STYLES.values())}
 # Escape sequences, control characters without tabs and line ends, and what reverses the direction of text.
@@ -32,12 +34,13 @@ _CONTROL = re.compile(
 
 
 def report_errors(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code; print an error of raypod as one line on stderr."""
+    """Run a command and return its exit code; print errors and warnings of raypod as one line each on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or "utf" not in stream.encoding.lower()):
             stream.reconfigure(errors="backslashreplace")  # for characters, and names of files, that it does not have
     try:
-        code = int(command())
+        with _own_warnings_in_lines():
+            code = int(command())
         sys.stdout.flush()
         return code
     except RaypodError as error:
@@ -53,6 +56,23 @@ def report_errors(command: Callable[[], int]) -> int:
         if not _stdout_is_closed():
             raise
         return CLOSED_PIPE
+
+
+@contextlib.contextmanager
+def _own_warnings_in_lines() -> Iterator[None]:
+    """Print a warning whose place is in raypod without it: it is about the run. Others have file and line."""
+    before = warnings.formatwarning
+
+    def formatted(message: Any, category: Any, filename: str, lineno: int, line: Optional[str] = None) -> str:
+        if category not in (UserWarning, RuntimeWarning) or not filename.startswith(_OWN):
+            return before(message, category, filename, lineno, line)
+        return f"raypod: {paint('warning:', 'yellow', sys.stderr)} {printable(' '.join(str(message).split()))}\n"
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _tell_last(text: str) -> None:

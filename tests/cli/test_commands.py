@@ -10,6 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, List, NoReturn
 
@@ -247,6 +248,24 @@ def test_an_error_is_one_line_and_an_exit_code(error: BaseException, code: int, 
 
     assert report_errors(command) == code
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_warning_of_raypod_is_one_line_and_others_have_their_place(capsys: Any) -> None:
+    own, before = str(ROOT / "raypod" / "training" / "data" / "feed.py"), warnings.formatwarning
+
+    def command() -> int:
+        for category, place in ((RuntimeWarning, own), (RuntimeWarning, "mine.py"), (FutureWarning, own)):
+            sys.stderr.write(warnings.formatwarning(category("read\nagain"), category, place, 7))
+        return 0
+
+    assert report_errors(command) == 0
+    line, *others = capsys.readouterr().err.splitlines()
+    assert line == "raypod: warning: read again"
+    assert [each for each in others if "Warning" in each] == [
+        "mine.py:7: RuntimeWarning: read",
+        f"{own}:7: FutureWarning: read",
+    ]
+    assert warnings.formatwarning is before
 
 
 def test_an_error_that_a_full_disk_does_not_take_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
