@@ -15,7 +15,7 @@ from raypod.errors import ConfigError
 from raypod.plan import layout, shipped
 from raypod.system.command_line import FlagParser, format_table, show, suggestion, width_of, without_flags
 from raypod.system.files import looked_in
-from raypod.system.urls import is_url
+from raypod.system.urls import check_local, is_url
 
 _SOURCE = Path("~/raypod/source")  # where the cluster files of raypod copy its source
 
@@ -107,6 +107,7 @@ def _control(verb: str, args: Namespace) -> int:
 
 
 def _run_folder(verb: str, name: str) -> Path:
+    check_local(name, verb)
     folder = Path(name)
     if folder.is_file():
         near = next((each for each in folder.resolve().parents if layout.is_run_folder(each)), None)

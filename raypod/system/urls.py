@@ -59,6 +59,16 @@ def check_url(url: str, setting: str) -> str:
     return url.rstrip("/")
 
 
+def check_local(place: str, command: str) -> None:
+    """Raise ConfigError if the folder that a command reads is a URL."""
+    if is_url(place):
+        _check_credentials(place, command)
+        raise ConfigError(
+            f"{command} {place}: the command reads a folder of this host, not a URL; `raypod report URL` shows a "
+            "stored run"
+        )
+
+
 def check_words(words: Sequence[str]) -> None:
     """Raise ConfigError if a word of a command line is a URL with credentials, before another message shows it."""
     before = ""

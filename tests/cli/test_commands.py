@@ -109,6 +109,11 @@ MISTAKES = {
     "compare a": "two different runs",
     "compare a none": "none",
     "completion bsah": "completion bsah: no such shell; did you mean bash?",
+    **{
+        f"{command} file:///store": f"{command} file:///store: the command reads a folder of this host, not a URL; `ray"
+        for command in ("status", "attach", "stop", "logs", "monitor", "dashboard")
+    },
+    "status s3://key:secret@bucket/run": "status s3://...: a URL holds no credentials",
     "dashboard": "dashboard runs: the folder does not exist",
     "dashboard missing": "dashboard missing: the folder does not exist; give the folder that holds the runs",
     "dashboard file": "dashboard file: is not a folder; give the folder that holds the runs",

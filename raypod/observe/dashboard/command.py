@@ -28,6 +28,7 @@ from raypod.plan.layout import is_run_folder
 from raypod.runs import run_state
 from raypod.runs.run_state import RunEndWatch
 from raypod.system.command_line import FlagParser, show
+from raypod.system.urls import check_local
 
 _ALIVE = (run_state.STARTING, run_state.RUNNING)
 _MAX_READERS = 32  # the least recently used one is closed
@@ -206,6 +207,7 @@ def run(args: Namespace) -> int:
     """
     if not args.port.isdecimal() or int(args.port) > _LARGEST_PORT:
         raise ConfigError(f"--port {args.port}: must be a port number, or 0 for any free one")
+    check_local(args.folder, "dashboard")
     runs = RunsFolder(Path(args.folder))
     with TokenServer(routes(runs), int(args.port), "--port", asset("sign_in.html").encode()) as server:
         try:

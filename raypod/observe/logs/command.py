@@ -15,6 +15,7 @@ from raypod.plan.cluster import read_cluster
 from raypod.runs import event_text
 from raypod.runtime import ssh
 from raypod.system.command_line import FlagParser, without_flags
+from raypod.system.urls import check_local
 
 
 def run(args: Namespace) -> int:
@@ -33,6 +34,7 @@ def run(args: Namespace) -> int:
         if not ssh.is_local(cluster.hosts[0]):
             words = [cluster.python, "-m", "raypod", "logs", *without_flags(args.argv, "--cluster")]
             return ssh.pass_through(cluster.hosts[0], cluster.ssh, words)
+    check_local(args.run, "logs")
     folder = _checked(Path(args.run))
     instances = _instances(folder, args.instance)
     kinds = _kinds(args.events or ("main" if instances is None else "none"))

@@ -22,6 +22,7 @@ from raypod.plan.cluster import read_cluster
 from raypod.plan.layout import is_run_folder
 from raypod.system.command_line import FlagParser, show
 from raypod.system.files import strict_json
+from raypod.system.urls import check_local
 
 _LEAST_S, _MOST_S = 0.1, 60.0
 _LOAD_S = 0.55  # the load of a host is measured over this time at least
@@ -70,6 +71,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _folder(text: str) -> Path:
+    check_local(text, "monitor")
     folder = Path(text)
     if not folder.is_dir():
         raise ConfigError(f"monitor {text}: the run folder does not exist")
