@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -19,7 +20,7 @@ from raypod.__main__ import main
 from raypod.errors import ClusterError, RunError
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Cluster, Host, Ssh, cluster_from
-from raypod.pod import file_checks, started, up
+from raypod.pod import file_checks, started, up, with_template
 from raypod.pod.file_checks import is_marked, key_warnings, name_errors, python_setting, ray_folder, tls_variables
 from raypod.pod.file_checks import launch_errors as errors
 from raypod.pod.file_checks import launch_warnings as warnings
@@ -27,6 +28,7 @@ from raypod.runtime import ssh
 from raypod.runtime.workers import ray_admission
 from raypod.system.private import make_private
 from tests.support import ROOT
+from tests.support.refused import refused
 
 SHIPPED = ROOT / "cluster" / "pod64.yaml"
 
@@ -477,3 +479,22 @@ def test_output_is_the_input_of_another_hosts_command(processes: None, source: A
     host, timeout_s = Host("localhost", "localhost"), 0.2 if "600" in source else 60.0
     done = ssh.pipe((host, source), (host, target), Ssh(), timeout_s)
     assert (done.exit_code, done.output.strip(), done.error) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "the command is missing: python with_template.py ray start OPTION..."),
+        ("nothing-here start", "with_template.py nothing-here: no such program in PATH"),
+        ("sh start", "/sh: this is no Python program"),
+        ("{program} start", "run it with the Python of .*program: .* has no Ray"),
+    ],
+)
+def test_a_start_with_a_template_refuses_what_is_not_ray(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/usr/bin/env python3\n")
+    program.chmod(0o755)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    refused(message, with_template.run, words.format(program=program).split())
