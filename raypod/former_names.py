@@ -16,7 +16,7 @@ _FORMER = {
     "raypod.checkpoint": "raypod.training.checkpoint",
     "raypod.trackers": "raypod.observe.trackers",
     "raypod.trained": "raypod.api.inference",
-    "raypod.commands": "raypod.cli",  # `raypod lr-range` writes its schedule into the config of its run folders
+    "raypod.commands": "raypod.cli",
 }
 
 

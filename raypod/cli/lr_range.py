@@ -14,14 +14,13 @@ from raypod.api import planning
 from raypod.cli.table import COMMANDS
 from raypod.errors import ConfigError, LossNotFinite
 from raypod.events import UpdateDone
+from raypod.plan.config import RANGE_TEST
 from raypod.plan.layout import METRICS
-from raypod.plan.learning_rate import RANGE_TEST
 from raypod.runs.run_folder import measured
 from raypod.system.command_line import FlagParser, show, value_of
 from raypod.system.files import replace_file
 
 CURVE = "lr-range.csv"
-_SPAN = 1e-6  # of the range: its lowest rate divided by its highest one
 _DEFAULTS = (("--learning-rate", "training.learning_rate", "10"), ("--updates", "training.updates", "100"))
 _OWN = (("--lr-schedule", "training.lr_schedule"), ("--warmup-updates", "training.warmup_updates"))
 _SMOOTHING = 0.8
@@ -35,11 +34,6 @@ class Point(NamedTuple):
     learning_rate: float
     loss: float
     smoothed: float
-
-
-def factor(update: int, total_updates: int) -> float:
-    """Return the schedule of the test: from a millionth of the rate of `--learning-rate` to that rate."""
-    return math.pow(_SPAN, 1 - update / max(1, total_updates - 1))
 
 
 def parser(words: Sequence[str] = ()) -> FlagParser:

@@ -44,7 +44,9 @@ HF_TOKENS, HF_IMAGES = "hf-token-classification", "hf-image-classification"
 HF_TASKS = (HF_CAUSAL_LM, HF_MASKED_LM, HF_SEQUENCES, HF_TOKENS, HF_IMAGES)
 WINDOW_TASKS = (LANGUAGE_MODEL, HF_CAUSAL_LM, HF_MASKED_LM)  # whose samples are windows of a text
 IMAGE_TASKS = (IMAGE_CLASSIFICATION, HF_IMAGES)
-LR_SCHEDULES = ("constant", "step", "exponential", "linear", "cosine", "polynomial")
+RANGE_TEST = "range-test"  # the schedule of `raypod lr-range`
+LR_SCHEDULES = ("constant", "step", "exponential", "linear", "cosine", "polynomial", RANGE_TEST)
+_FORMER_RANGE_TESTS = ("raypod.cli.lr_range:factor", "raypod.commands.lr_range:factor")  # in older run folders
 
 
 class TaskOptions(Section):
@@ -263,9 +265,9 @@ class TrainingSection(Section):
     )
     lr_schedule: str = Field(
         "cosine",
-        description="learning rate over the whole run: constant, step, exponential, linear, cosine, polynomial, or "
-        "module:function, a factor of the rate, as in rates:halve with def halve(update, total_updates): "
-        "return 0.5 ** (5 * update / total_updates)",
+        description="learning rate over the whole run: constant, step, exponential, linear, cosine, polynomial, "
+        "range-test, or module:function, a factor of the rate, as in rates:halve with def halve(update, "
+        "total_updates): return 0.5 ** (5 * update / total_updates)",
     )
     lr_floor: float = Field(
         0.0, ge=0, le=1, description="linear, cosine, polynomial: rate at the end, as a fraction of the peak rate"
@@ -285,7 +287,7 @@ class TrainingSection(Section):
         description="steps of the schedule per epoch, between which the rate is constant, as in 16 or 0.424 (default: "
         "one per update)",
     )
-    warmup_updates: int = Field(20, ge=0, description="updates of linear warm-up (0 for module:function)")
+    warmup_updates: int = Field(20, ge=0, description="updates of linear warm-up (0 for range-test, module:function)")
     init_weights: Optional[str] = Field(
         None,
         description="weights to start from: a safetensors file, a .pt state dict, a run folder (its best checkpoint, "
@@ -412,14 +414,14 @@ class TrainingSection(Section):
     def _is_a_schedule(cls, value: str) -> str:
         if value not in LR_SCHEDULES and ":" not in value:
             raise ValueError(f"known are {', '.join(LR_SCHEDULES)}, or module:function for a custom one")
-        return value
+        return RANGE_TEST if value in _FORMER_RANGE_TESTS else value
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _default_warmup(cls, values: Any) -> Any:
-        """Return the values without warm-up for a custom schedule, unless they contain one."""
-        is_custom = isinstance(values, dict) and ":" in str(values.get("lr_schedule", ""))
-        return {"warmup_updates": 0, **values} if is_custom else values
+        """Return the values without warm-up for a custom schedule or a range test, unless they contain one."""
+        schedule = str(values.get("lr_schedule", "")) if isinstance(values, dict) else ""
+        return {"warmup_updates": 0, **values} if ":" in schedule or schedule == RANGE_TEST else values
 
     @pydantic.field_validator("early_stopping")
     @classmethod

@@ -15,10 +15,10 @@ from typing import Any, Callable, Dict, Optional, Tuple
 
 from raypod.errors import ConfigError
 from raypod.plan import user_code
-from raypod.plan.config import Config, TrainingSection
+from raypod.plan.config import RANGE_TEST, Config, TrainingSection
 
 _KEY = "training.lr_schedule"
-RANGE_TEST = "raypod.cli.lr_range:factor"  # the schedule of `raypod lr-range`
+_RANGE = 1e-6  # the lowest rate of a range test divided by its highest one
 _CHECKED_UPDATES = 10_000  # at most so many values of a user's function are checked before the run
 # The fraction of the way from the peak rate to the floor that is left after a fraction of the updates after warm-up.
 _DECAYS: Dict[str, Callable[[TrainingSection, float, int], float]] = {
@@ -26,7 +26,7 @@ _DECAYS: Dict[str, Callable[[TrainingSection, float, int], float]] = {
     "linear": lambda training, done, span: 1 - done / span,
     "polynomial": lambda training, done, span: (1 - done / span) ** training.lr_power,
 }
-DEPEND_ON_LENGTH = tuple(_DECAYS)  # as a user's function may
+DEPEND_ON_LENGTH = (*_DECAYS, RANGE_TEST)  # as a user's function may
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,8 @@ def learning_rate(config: Config, update: int, total_updates: int, updates_per_e
     if ":" in training.lr_schedule:
         facts = RunFacts(training.learning_rate, updates_per_epoch, training.warmup_updates)
         return training.learning_rate * min(1.0, warmup) * _factor(training.lr_schedule, update, total_updates, facts)
+    if training.lr_schedule == RANGE_TEST:
+        return training.learning_rate * min(1.0, warmup) * range_factor(update, total_updates)
     if update < training.warmup_updates:
         return training.learning_rate * (update + 1) / (training.warmup_updates + 1)
     if training.lr_schedule == "constant":
@@ -65,6 +67,11 @@ def learning_rate(config: Config, update: int, total_updates: int, updates_per_e
         return float(training.learning_rate * training.lr_gamma**steps)
     left = _DECAYS[training.lr_schedule](training, done, max(1, total_updates - training.warmup_updates))
     return training.learning_rate * (training.lr_floor + (1 - training.lr_floor) * left)
+
+
+def range_factor(update: int, total_updates: int) -> float:
+    """Return the factor of a range test: from a millionth at the first update to 1 at the last one."""
+    return math.pow(_RANGE, 1 - update / max(1, total_updates - 1))
 
 
 def _last_step(training: TrainingSection, update: int, updates_per_epoch: int) -> float:
@@ -113,7 +120,7 @@ def check_settings(training: TrainingSection) -> None:
     schedule = training.lr_schedule
     if training.initial_loss_scaling is not None:
         _doublings(training, training.initial_loss_scaling)
-    if training.lr_frequency is not None and (schedule == "constant" or ":" in schedule):
+    if training.lr_frequency is not None and (schedule in ("constant", RANGE_TEST) or ":" in schedule):
         raise ConfigError(f"--lr-frequency has no effect on --lr-schedule {schedule}; omit it")
     if (schedule == "step") != (training.lr_steps is not None):
         raise ConfigError("--lr-schedule step and --lr-steps 30,60,80 (epochs) must be given together")

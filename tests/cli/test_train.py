@@ -17,10 +17,11 @@ import torch
 
 from raypod import train
 from raypod.__main__ import main
-from raypod.cli.lr_range import curve, factor, suggested
+from raypod.cli.lr_range import curve, suggested
 from raypod.cli.table import COMMANDS
 from raypod.errors import WeightsDiffer
 from raypod.events import EvaluationDone, Event, RunEnded, UpdateDone
+from raypod.plan.learning_rate import range_factor
 from raypod.plan.plan import Plan
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.run_state import StateFile
@@ -257,7 +258,7 @@ RANGE = ["--fleet", "inline", "--device", "emulated", "--model", "tiny"]
 
 
 def test_a_tenth_of_the_best_rate_is_suggested_if_the_loss_falls() -> None:
-    rates = [10 * factor(update, 61) for update in range(61)]
+    rates = [10 * range_factor(update, 61) for update in range(61)]
     assert (rates[0], rates[30], rates[-1]) == pytest.approx((1e-5, 1e-2, 10.0))
     losses = [2.3 - 2 / (1 + math.exp(-4 * (math.log10(rate) + 2))) + (rate if rate > 1 else 0) for rate in rates]
     found = suggested(curve(list(zip(rates, losses))))

@@ -22,7 +22,7 @@ from raypod.training.tasks.registry import schema_of
 
 UPDATES, EXPONENTIAL = 40, {"lr_schedule": "exponential", "lr_gamma": 0.9}
 INITIAL = "--initial-loss-scaling 3"
-KNOWN = "known are constant, step, exponential, linear, cosine, polynomial, or module:function"
+KNOWN = "known are constant, step, exponential, linear, cosine, polynomial, range-test, or module:function"
 
 
 def half(update: int, total_updates: int) -> float:
@@ -63,6 +63,7 @@ def rate(update: int, **training: object) -> float:
         ({**EXPONENTIAL, "lr_frequency": 2}, {0: 0.25, 4: 1.0, 5: 0.9**0.4, 9: 0.9**0.4}),
         ({**EXPONENTIAL, "lr_frequency": 0.5}, {19: 1.0, 20: 0.9**0.85, 39: 0.9**0.85}),
         ({"lr_schedule": "step", "lr_steps": [2], "lr_gamma": 0.5, "lr_frequency": 0.3}, {33: 1.0, 34: 0.5}),
+        ({"lr_schedule": "range-test"}, {0: 0.25e-6, 13: 1e-4, 39: 1.0}),
         ({"lr_schedule": f"{__name__}:half"}, {0: 0.125, 3: 0.5, 19: 0.5, 20: 0.25}),
         ({"lr_schedule": f"{__name__}:by_epoch"}, {3: 1.0, 9: 1.0, 10: 0.5, 39: 0.25}),
     ],
@@ -71,6 +72,12 @@ def test_learning_rates(schedule: Dict[str, object], expected: Dict[int, float])
     assert {update: rate(update, warmup_updates=3, **schedule) for update in expected} == pytest.approx(expected)
     own = f"{__name__}:half"  # without a warm-up by default
     assert (rate(0, lr_schedule=own), rate(0, lr_schedule=own, warmup_updates=1)) == (0.5, 0.25)
+
+
+@pytest.mark.parametrize("name", ["range-test", "raypod.cli.lr_range:factor", "raypod.commands.lr_range:factor"])
+def test_a_range_test_names_no_module_and_has_no_warmup(name: str) -> None:
+    training = from_values({"training": {"lr_schedule": name}}).training
+    assert (training.lr_schedule, rate(0, lr_schedule=training.lr_schedule)) == ("range-test", pytest.approx(1e-6))
 
 
 def test_the_rate_changes_at_its_steps_and_the_loss_scaling_doubles_at_equal_intervals() -> None:
@@ -120,6 +127,7 @@ def test_schedules_equal_those_of_torch(schedule: Dict[str, object], peer: str, 
         ("--lr-floor 1.5", "must be at most 1"),
         ("--lr-floor 0.1 --lr-schedule constant", "--lr-floor has no effect on --lr-schedule constant"),
         ("--lr-power 2", "--lr-power has no effect on --lr-schedule cosine"),
+        ("--lr-frequency 2 --lr-schedule range-test", "--lr-frequency has no effect on --lr-schedule range-test"),
         ("--lr-frequency 2 --lr-schedule constant", "--lr-frequency has no effect on --lr-schedule constant"),
         (f"{INITIAL} --loss-scaling 8", f"{INITIAL} must reach --loss-scaling 8 by doubling"),
         ("--initial-loss-scaling 8", "--initial-loss-scaling 8 must reach --loss-scaling 1 by doubling"),

@@ -36,7 +36,7 @@ from raypod.events import (
     StoppedEarly,
     UpdateDone,
 )
-from raypod.plan.learning_rate import RANGE_TEST
+from raypod.plan.config import RANGE_TEST
 from raypod.plan.plan import Plan, Segment
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.run_folder import origin_of

@@ -206,7 +206,7 @@ LOSSES = [lambda n: 2.0 + n / 20, lambda n: 90.0 if n % 3 == 0 else 2.0, lambda 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_other_losses_and_a_range_test_of_the_rate_have_none(make: Make, loss: Callable[[int], float]) -> None:
-    ranged = {"lr_schedule": "raypod.cli.lr_range:factor"} if loss is LOSSES[-1] else {}
+    ranged = {"lr_schedule": "range-test"} if loss is LOSSES[-1] else {}
     assert texts_of(warned(make, loss, training=ranged)) == {}
 
 
