@@ -223,7 +223,7 @@ def plan_of(
                 raise ConfigError(f"{key.rpartition('.')[2]} is given twice, as an argument and as a flag")
             given[key] = value
         values, source = resolve.combine(given, base, schema)
-        return planning.plan_from(values, source, is_dry)
+        return planning.plan_from(values, source, is_dry, planning.check_compilation)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import dataclasses
 import sys
 from typing import Any, Callable, Dict, Optional, Sequence
 
-from raypod.errors import ConfigError, DataMissing, UserError
+from raypod.errors import ConfigError, DataMissing, SdkError, UserError
 from raypod.plan import flags, learning_rate, resolve, tables
 from raypod.plan.cluster import LOCAL, read_cluster
 from raypod.plan.compatibility import check_copies
@@ -104,7 +104,12 @@ def plan_of(args: argparse.Namespace, on_config: Callable[[Config], None] = lamb
     Raises:
         UserError: the config, the cluster file or the data set is wrong.
     """
-    return plan_from(*resolve.merge(args), getattr(args, "dry_run", True), on_config)
+
+    def check(config: Config) -> None:
+        check_compilation(config)
+        on_config(config)
+
+    return plan_from(*resolve.merge(args), getattr(args, "dry_run", True), check)
 
 
 def plan_from(
@@ -161,6 +166,27 @@ def _splits(plan: Plan) -> Optional[Sequence[str]]:
             "write the stages that `raypod plan` prints as --pipeline-splits"
         )
     return splits_by_memory(plan, task_of_plan(plan))
+
+
+def check_compilation(config: Config) -> None:
+    """Check that a training can be compiled, if the environment requests that of the emulated SDK.
+
+    Raises:
+        ConfigError: it computes in half.
+        SdkError: this host, on which it runs, cannot compile, or the value of the variable is unknown.
+    """
+    is_local = config.pod.cluster is None
+    if not sdk.compiles(config.run.device, is_local):
+        return
+    precision = config.training.precision
+    if precision != "32.32":
+        raise ConfigError(
+            f"{activation.COMPILE}=1: --precision {precision} computes in half, which the compiled program cannot do; "
+            "unset the variable, or use --precision 32.32"
+        )
+    missing = activation.missing_for_compilation() if is_local else ""
+    if missing:
+        raise SdkError(missing)
 
 
 def check_host(plan: Plan) -> None:

@@ -129,6 +129,19 @@ def requests_compilation() -> bool:
         raise SdkError(str(error)) from None
 
 
+def compiles(device: str, is_here: bool) -> bool:
+    """Return whether `device` is certainly the emulated SDK, and compiles with torch.compile. Imports nothing.
+
+    Args:
+        is_here: the device is on this host; other ones may have the Poplar SDK.
+
+    Raises:
+        SdkError: as `requests_compilation`.
+    """
+    is_emulated = device == "emulated" or (device == "auto" and is_here and _find_real("poptorch") is None)
+    return requests_compilation() and is_emulated
+
+
 def _without_effect() -> str:
     """Return the words for the requested settings of the emulated SDK, which the real one does not have."""
     flags = ["--strict"] if activation.is_strict() else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from raypod import train
 from raypod.__main__ import main
 from raypod.api import planning
 from raypod.errors import ConfigError
-from tests.support.refused import one_line
+from tests.support.refused import one_line, rejects
 
 COMMANDS = [["plan", "--memory"], ["plan", "--memory", "--json"], ["train", "--dry-run"]]
 
@@ -93,6 +94,32 @@ def test_a_model_that_does_not_fit_is_an_error_in_strict_mode(monkeypatch: pytes
     line = one_line(capsys, main, [*flags, "--strict"])
     assert "raypod: error: resnet8: poptorch.errors.Error: Out of memory" in line
     assert main([*flags, "--strict", "--batch-size", "8"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "flags", "words"),
+    [
+        ("maybe", [], "='maybe': must be 0 or 1"),
+        ("1", ["--precision", "16.32"], "=1: --precision 16.32 computes in half, which the compiled program cannot do"),
+        ("1", [], "=1 needs (a C\\+\\+ compiler, and there is no no-such-compiler|torch 2.1)"),
+    ],
+)
+def test_a_training_that_cannot_be_compiled_is_an_error_of_its_plan(
+    value: str, flags: List[str], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("EMULATED_POD_COMPILE", value)
+    for words_before in (["plan"], ["plan", "--json"], ["train", "--fleet", "inline", "--num-instances", "1"]):
+        line = one_line(capsys, main, [*words_before, "--device", "emulated", *flags])
+        assert re.match(f"raypod: error: EMULATED_POD_COMPILE{words}", line), line
+    assert not list(tmp_path.iterdir())
+    rejects(raypod.UserError, words, raypod.stream, device="emulated", precision=flags[-1] if flags else "32.32")
+    cluster = tmp_path / "cluster.yaml"  # of hosts that may have a compiler, and IPUs
+    cluster.write_text("provider: {type: local, head_ip: 10.0.0.1}\n")
+    is_known = value == "maybe" or bool(flags)
+    assert main(["plan", "--cluster", str(cluster), "--device", "emulated", *flags]) == (2 if is_known else 0)
+    assert main(["plan", "--cluster", str(cluster), *flags]) == (2 if value == "maybe" else 0)
 
 
 def test_ray_accepts_only_paths_in_utf8(make: Any) -> None:

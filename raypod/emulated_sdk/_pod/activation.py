@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Dict, List, Optional
@@ -22,6 +23,8 @@ CALL_S, LOAD_S = "EMULATED_POD_CALL_S", "EMULATED_POD_LOAD_S"
 REPLICAS_AT_A_TIME, REPLICA_CPUS = "EMULATED_POD_REPLICAS_AT_A_TIME", "EMULATED_POD_REPLICA_CPUS"
 IPUS = "EMULATED_POD_IPUS"
 FINDINGS = "EMULATED_POD_FINDINGS"
+
+_FIRST_THAT_COMPILES = (2, 1)  # of torch
 
 _is_fallback = False
 
@@ -69,6 +72,19 @@ def requests_compilation() -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"{COMPILE}={value!r}: must be 0 or 1")
     return value == "1"
+
+
+def missing_for_compilation() -> str:
+    """Return what this host lacks to compile training programs, in words; "" if nothing. Imports no torch."""
+    from importlib import metadata  # only here: most processes need none of its imports
+
+    version = metadata.version("torch")
+    if tuple(map(int, version.split(".")[:2])) < _FIRST_THAT_COMPILES:
+        return f"{COMPILE}=1 needs torch 2.1 or later, and this is {version}"
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(compiler) is None:
+        return f"{COMPILE}=1 needs a C++ compiler, and there is no {compiler}: install it, or set CXX"
+    return ""
 
 
 def holds_interpreter_lock() -> bool:

@@ -39,7 +39,7 @@ from typing import (
 )
 
 import torch
-from _pod.activation import COMPILE, MEMORY_FORMAT, requests_compilation
+from _pod.activation import COMPILE, MEMORY_FORMAT, missing_for_compilation, requests_compilation
 from _pod.telemetry import is_inspection
 
 from poptorch.device.compile.arguments import AnchorRecorder, Arguments
@@ -422,7 +422,6 @@ def _is_view_error(error: RuntimeError) -> bool:
 
 _INDUCTOR_CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
 _DISTUTILS = "SETUPTOOLS_USE_DISTUTILS"
-_FIRST_VERSION = (2, 1)
 
 
 def is_torch_compile_requested() -> bool:
@@ -439,11 +438,9 @@ def checked_loss_output(traced: Trace, anchored: Sequence[str]) -> int:
     Raises:
         Error: this host, or a program with this trace and these anchored tensors, cannot compile.
     """
-    if tuple(map(int, torch.__version__.split(".")[:2])) < _FIRST_VERSION:
-        raise Error(f"{COMPILE}=1 needs torch 2.1 or later, and this is {torch.__version__}")
-    compiler = os.environ.get("CXX") or "g++"
-    if shutil.which(compiler) is None:
-        raise Error(f"{COMPILE}=1 needs a C++ compiler, and there is no {compiler}: install it, or set CXX")
+    missing = missing_for_compilation()
+    if missing:
+        raise Error(missing)
     obstacles = {
         "marks a loss that it does not return, or has dtypes or tensors of the host": not traced.is_plain,
         "draws random numbers": traced.draws or traced.backward_draws,
