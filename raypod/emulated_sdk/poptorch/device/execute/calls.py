@@ -52,14 +52,24 @@ from poptorch.optimizers.device_optimizer import DeviceOptimizer
 Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
-class NoTransaction:
-    """The transaction of an inference program, which has no state to restore: does nothing."""
+class CallTransaction:
+    """Saves and restores what an inference changes: the buffers and the micro-batch counters of the replicas."""
+
+    def __init__(self, replicas: List[Replica]) -> None:
+        self._replicas = replicas
+        self._micro_batches: List[int] = []
+        self._saved_buffers: List[Dict[str, torch.Tensor]] = []
 
     def begin(self) -> None:
-        """Start a call."""
+        """Save what the call changes."""
+        self._micro_batches = [replica.micro_batches for replica in self._replicas]
+        self._save_buffers()
 
     def roll_back(self) -> None:
         """Restore the state before the call."""
+        for replica, micro_batches in zip(self._replicas, self._micro_batches):
+            replica.micro_batches = micro_batches
+        self._restore_buffers()
 
     def commit(self) -> None:
         """Complete the call."""
@@ -67,8 +77,19 @@ class NoTransaction:
     def buffers_uploaded(self) -> None:
         """Take over buffers that were copied from the host."""
 
+    def _save_buffers(self) -> None:
+        self._saved_buffers = [
+            {name: buffer.clone() for name, buffer in replica.memory.buffers.items()} for replica in self._replicas
+        ]
 
-class CallTransaction(NoTransaction):
+    def _restore_buffers(self) -> None:
+        with torch.no_grad():
+            for replica, saved in zip(self._replicas, self._saved_buffers):
+                for name, value in saved.items():
+                    replica.memory.buffers[name].copy_(value)
+
+
+class TrainingTransaction(CallTransaction):
     """Saves and restores weights, optimizer state, buffers and micro-batch counters of a training program.
 
     A single update changes the weights in its last step, which cannot fail; only calls of several updates, and those
@@ -83,16 +104,16 @@ class CallTransaction(NoTransaction):
         buffers: ReplicaBuffers,
         saves_weights: bool,
     ) -> None:
-        self._memory, self._optimizer, self._replicas, self._buffers = memory, optimizer, replicas, buffers
+        super().__init__(replicas)
+        self._memory, self._optimizer, self._buffers = memory, optimizer, buffers
         self._saves_weights = saves_weights
-        self._micro_batches: List[int] = []
         self._weights: List[torch.Tensor] = []
         self._optimizer_state: List[Any] = []
         self._loss_scale_factor: Optional[float] = None
 
     def begin(self) -> None:
         """Save what the call changes."""
-        self._micro_batches = [replica.micro_batches for replica in self._replicas]
+        super().begin()
         if self._saves_weights:
             with torch.no_grad():
                 self._weights = [weight.clone() for weight in self._memory.updated.values()]
@@ -101,9 +122,7 @@ class CallTransaction(NoTransaction):
 
     def roll_back(self) -> None:
         """Restore the state before the call."""
-        self._buffers.roll_back()
-        for replica, micro_batches in zip(self._replicas, self._micro_batches):
-            replica.micro_batches = micro_batches
+        super().roll_back()
         if self._saves_weights:
             with torch.no_grad():
                 for name, value in zip(self._memory.updated, self._weights):
@@ -119,6 +138,12 @@ class CallTransaction(NoTransaction):
     def buffers_uploaded(self) -> None:
         """Take over buffers that were copied from the host."""
         self._buffers.take_local()
+
+    def _save_buffers(self) -> None:
+        """Do nothing: `ReplicaBuffers` has those of the last complete call."""
+
+    def _restore_buffers(self) -> None:
+        self._buffers.roll_back()
 
 
 class ReplicaBuffers:

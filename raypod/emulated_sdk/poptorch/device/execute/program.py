@@ -33,7 +33,13 @@ from poptorch.device.compile.compilation import (
 from poptorch.device.compile.memory import DeviceMemory, Groupings, ReplicaGroups, groups_of
 from poptorch.device.compile.memory_estimate import IpuMemory, Stages, Usage, check_memory, estimate_memory, merged
 from poptorch.device.compile.operator_check import NeedsGradients
-from poptorch.device.execute.calls import AnchorOutputs, CallTransaction, NoTransaction, OutputCollector, ReplicaBuffers
+from poptorch.device.execute.calls import (
+    AnchorOutputs,
+    CallTransaction,
+    OutputCollector,
+    ReplicaBuffers,
+    TrainingTransaction,
+)
 from poptorch.device.execute.replica import Forward, Replica, ReplicaThreads
 from poptorch.device.execute.weight_update import NoUpdate, WeightUpdate, device_groups, placement_of
 from poptorch.device.kernels import convolution
@@ -100,7 +106,6 @@ class Program:
         groups = groups_of(groupings or {}, dict(model.named_parameters()), placement.total_replicas)
         self._options = options
         self._update = NoUpdate()
-        self._transaction = NoTransaction()
         compiler = options._Popart.options
         self._checks_numbers = compiler.get("enableFloatingPointChecks")
         self._exchange = ReplicaExchange(placement)
@@ -135,6 +140,7 @@ class Program:
             )
             for index, memory in enumerate(self.memory.replicas)
         ]
+        self._transaction = CallTransaction(self._replicas)
         self.anchored: Dict[str, torch.Tensor] = {}
         self.micro_batch_times: List[MicroBatchTimes] = []
         self.call_s = 0.0
@@ -145,7 +151,7 @@ class Program:
     def run(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Run one call on the tensors of the arguments and return what `forward` returns, by the output mode.
 
-        A call of training that fails leaves weights, optimizer state, buffers and counters as they were.
+        A call that fails leaves weights, optimizer state, buffers and counters as they were.
         """
         options = self._options
         mode, period = options.output_mode, options.output_return_period
@@ -329,7 +335,7 @@ class TrainingProgram(Program):
         )
         self._check_memory()
         can_fail_later = self.layout.device_iterations > 1 or bool(self._checks_numbers)
-        self._transaction = CallTransaction(self.memory, self.optimizer, self._replicas, buffers, can_fail_later)
+        self._transaction = TrainingTransaction(self.memory, self.optimizer, self._replicas, buffers, can_fail_later)
 
     def replica_state(self) -> Dict[str, Any]:
         """Return a copy of the state of each replica of all processes after the last complete call."""
