@@ -13,7 +13,7 @@ import torch
 from poptorch import pytree
 from torch import nn
 
-from tests.support.poptorch_models import Apply, Echo, on_device, options
+from tests.support.poptorch_models import Apply, Echo, Line, on_device, options, wrapped
 from tests.support.refused import rejects
 
 Pair = collections.namedtuple("Pair", ["first", "second"])
@@ -45,6 +45,23 @@ def test_outputs_are_the_final_all_or_every_nth_and_a_period_divides_the_call_in
     assert "The period 2 of OutputMode.EveryN is no factor of the 3 device iterations" in caplog.text
     monkeypatch.setenv("EMULATED_POD_STRICT", "1")
     rejects(poptorch.Error, "no factor", call)
+
+
+@pytest.mark.parametrize(("accumulation", "iterations"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("mode", "later"), [("Sum", (3, 1)), ("Sum", (1,)), ("All", (1, 3))])
+def test_outputs_whose_shapes_differ_between_micro_batches_are_an_error_and_change_nothing(
+    accumulation, iterations, mode, later
+):
+    shapes = []
+    model = Line()
+    model.forward = lambda x: (torch.ones(shapes.pop(0) if shapes else (1, 1)), Line.forward(model, x))
+    opts = options(accumulation=accumulation, iterations=iterations).outputMode(poptorch.OutputMode[mode])
+    training = wrapped(model, opts)
+    training(torch.ones(2))
+    weight, state = model.weight.item(), training.rng_state
+    shapes += [(1, 1), later]
+    rejects(poptorch.Error, "^Output number 0 has micro-batches of different shapes", training, torch.ones(2))
+    assert (model.weight.item(), training.rng_state) == (weight, state)
 
 
 @pytest.mark.parametrize("given", ["int64", "int32", "float64", "bfloat16", "float16", "uint8", "bool"])

@@ -34,7 +34,7 @@ import ctypes
 import os
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Set, Tuple
 
 import torch
 from _pod.gradient_sum import Placement
@@ -283,9 +283,15 @@ class OutputCollector:
         self._collected: List[List[List[torch.Tensor]]] = [[] for _ in range(layout.replicas)]
 
     def add(self, iteration: int, step: int, replica: int, outputs: List[torch.Tensor]) -> None:
-        """Add one micro-batch's detached outputs; the micro-batches of a replica come in order."""
+        """Add one micro-batch's detached outputs; the micro-batches of a replica come in order.
+
+        Raises:
+            Error: outputs are summed, and have other shapes than those of the previous micro-batch.
+        """
         collected = self._collected[replica]
         if self._mode == OutputMode.Sum and collected:
+            for index, (total, output) in enumerate(zip(collected[0], outputs)):
+                self._check_shapes(index, {total.shape, output.shape})
             collected[0] = [total + output for total, output in zip(collected[0], outputs)]
         elif self._is_returned(iteration, step):
             collected.append(outputs)
@@ -307,14 +313,16 @@ class OutputCollector:
 
     def _join(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         pieces = [outputs[index] for micro_batches in zip(*self._collected) for outputs in micro_batches]
-        shapes = {piece.shape[1:] for piece in pieces}
-        if len(shapes) > 1:
-            name = self._name or f"Output number {index}"
-            found = " and ".join(str(list(shape)) for shape in sorted(shapes))
-            raise Error(f"{name} has micro-batches of different shapes, after the batch dimension: {found}")
+        self._check_shapes(index, {piece.shape[1:] for piece in pieces}, ", after the batch dimension")
         result = _joined(pieces).to(dtype)
         result.backward = _NO_BACKWARD  # type: ignore[method-assign]
         return result
+
+    def _check_shapes(self, index: int, shapes: Set[torch.Size], where: str = "") -> None:
+        if len(shapes) > 1:
+            name = self._name or f"Output number {index}"
+            found = " and ".join(str(list(shape)) for shape in sorted(shapes))
+            raise Error(f"{name} has micro-batches of different shapes{where}: {found}")
 
 
 def _joined(pieces: List[torch.Tensor]) -> torch.Tensor:
