@@ -136,6 +136,26 @@ def test_anchors_of_inference_and_unknown_names():
         poptorch.inferenceModel(nn.ReLU(), anchored(options(), ("g", "Gradient___input")))(torch.ones(1))
 
 
+def test_an_anchored_tensor_whose_shape_differs_between_micro_batches_is_an_error_and_changes_nothing():
+    class Growing(Line):
+        def __init__(self):
+            super().__init__()
+            self.identity = nn.Identity()
+
+        def forward(self, x):
+            self.identity(torch.ones(sizes.pop() if sizes else (1, 1)))
+            return super().forward(x)
+
+    sizes = []
+    training = wrapped(Growing(), anchored(options(accumulation=2), ("a", "identity/Identity:0", All)))
+    training(torch.ones(2))
+    weight, before = training.model.weight.item(), training.getAnchoredTensor("a")
+    sizes = [(1, 1), (1, 2)]
+    rejects(poptorch.Error, "The anchored tensor 'a' has micro-batches of different shapes", training, torch.ones(2))
+    assert training.model.weight.item() == weight
+    assert torch.equal(training.getAnchoredTensor("a"), before)
+
+
 def test_buffers_updated_weights_and_the_final_loss_scale_can_be_anchored():
     model = Line()
     model.register_buffer("offset", torch.tensor([3.0]))

@@ -390,9 +390,17 @@ class AnchorOutputs:
                     for step in range(self._layout.accumulation_steps):
                         collector.add(iteration, step, replica, [value])
 
-    def assemble(self) -> Dict[str, torch.Tensor]:
-        """Return one tensor for every short name."""
-        return {anchor.short_name: collector.assemble()[0] for anchor, collector in self._collectors}
+    def assemble(self, updated: bool) -> Dict[str, torch.Tensor]:
+        """Return one tensor for every short name of an updated parameter, or of what is known before the update.
+
+        Raises:
+            Error: the shapes of a tensor differ between micro-batches; those of parameters do not.
+        """
+        return {
+            anchor.short_name: collector.assemble()[0]
+            for anchor, collector in self._collectors
+            if anchor.name.startswith(UPDATED) == updated
+        }
 
 
 FAULT_VARIABLE = "EMULATED_POD_DEVICE_FAULT"

@@ -168,8 +168,8 @@ class Program:
             for iteration in range(self.layout.device_iterations):
                 run = functools.partial(self._run_micro_batches, iteration, call)
                 self._threads.each("micro-batches", self._exchange.around(run))
-                if iteration == last:
-                    results = call.outputs.assemble()  # before the weights change: it fails if the shapes differ
+                if iteration == last:  # before the weights change: it fails if the shapes differ
+                    results, anchored = call.outputs.assemble(), call.anchors.assemble(updated=False)
                 self._update.apply(self._threads, iteration == last)
                 call.anchors.add_updated(iteration, self.memory.parameters)
                 if self._checks_numbers and self.is_training:
@@ -180,7 +180,7 @@ class Program:
             self._update.discard_gradients()
             raise
         self._transaction.commit()
-        self.anchored = call.anchors.assemble()
+        self.anchored = {**anchored, **call.anchors.assemble(updated=True)}
         self.call_s = time.perf_counter() - began
         if self._synthetic is not None:
             results = [result.zero_() for result in results]
