@@ -100,6 +100,29 @@ def test_a_process_that_accepts_no_connection_gets_no_token(listener: socket.soc
         assert connection.recv(1 << 16) == b""
 
 
+@pytest.mark.parametrize(
+    ("listens_on", "host"), [("127.0.0.1", "127.0.0.1"), ("::", "127.0.0.1"), ("::1", "::1")], ids=lambda each: each
+)
+@pytest.mark.parametrize("has_diag", [True, False])
+def test_the_owner_of_the_other_end_of_a_connection(
+    listens_on: str, host: str, has_diag: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("not needed, or not there")
+
+    monkeypatch.setattr(*((gcs, "_in_tables", fail) if has_diag else (gcs, "_NETLINK_SOCK_DIAG", -1)))
+    is_dual, family = listens_on == "::", socket.AF_INET6 if ":" in listens_on else socket.AF_INET
+    server = socket.create_server((listens_on, 0), family=family, dualstack_ipv6=is_dual)
+    with server, socket.create_connection((host, server.getsockname()[1])) as connection:
+        ends = connection.getpeername()[:2], connection.getsockname()[:2]
+        assert gcs._owner(*ends) is None, "it is not accepted yet"
+        accepted, _ = server.accept()
+        with accepted:
+            assert gcs._owner(*ends) == os.getuid()
+            found = (gcs._looked_up if has_diag else gcs._in_tables)(*ends)
+            assert found == (os.getuid(), os.fstat(accepted.fileno()).st_ino)
+
+
 def distrust_of(address: str) -> str:
     host, _, port = address.rpartition(":")
     ends: Any = {"getpeername": lambda: (host, int(port)), "getsockname": lambda: ("10.0.0.9", 7)}
