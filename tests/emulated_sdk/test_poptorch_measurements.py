@@ -43,6 +43,9 @@ def test_latencies_counters_times_and_cycles_are_those_of_the_last_call_and_zero
     assert all(len(tensors) == 2 and len(tensors[0]) == 6 for tensors in counters.values())
     for times in zip(*(counters[event][0] for event in EVENTS)):
         assert list(times) == sorted(times)
+    images, labels = batch(24)
+    rejects(IndexError, "out of bounds", training, images, labels + 99)
+    assert training.getPerfCounters() == counters, "a failed call does not change them"
     training = classifier(options().logCycleCount(True).showCompilationProgressBar(True))
     for query in ("compilationTime", "rng_state"):
         with pytest.raises(poptorch.Error, match="not been compiled|Please compile the model"):

@@ -71,20 +71,21 @@ class MicroBatchTimes(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The inputs of one call, and the collectors of its outputs."""
+    """The inputs of one call, the collectors of its outputs, and the times of its micro-batches."""
 
     inputs: Sequence[torch.Tensor]
     outputs: OutputCollector
     anchors: AnchorOutputs
+    times: List[MicroBatchTimes]
 
 
 class Program:
     """Runs the device iterations of a call on all local replicas. This class runs inference: forwards only.
 
     Attributes:
-        anchored: the anchored tensors of the last call, by short name.
-        micro_batch_times: the times of the last call's micro-batches, in order.
-        call_s: the duration of the last call, in seconds.
+        anchored: the anchored tensors of the last complete call, by short name.
+        micro_batch_times: the times of that call's micro-batches, in order.
+        call_s: the duration of that call, in seconds.
     """
 
     is_training = False
@@ -159,9 +160,9 @@ class Program:
             inputs,
             OutputCollector(mode, period, self.layout, self.traced.dtypes),
             AnchorOutputs(self._anchors, self.layout),
+            [],
         )
         began = time.perf_counter()
-        self.micro_batch_times = []
         last = self.layout.device_iterations - 1
         self._transaction.begin()
         try:
@@ -181,7 +182,7 @@ class Program:
             raise
         self._transaction.commit()
         self.anchored = {**anchored, **call.anchors.assemble(updated=True)}
-        self.call_s = time.perf_counter() - began
+        self.micro_batch_times, self.call_s = call.times, time.perf_counter() - began
         if self._synthetic is not None:
             results = [result.zero_() for result in results]
         return self.traced.structure.unflatten(results)
@@ -283,7 +284,7 @@ class Program:
                     call.anchors.add(iteration, step, index, replica.anchor_recorder, self._update.scales)
                 if index == 0 and self._synthetic is None:  # synthetic data is not transferred
                     times = MicroBatchTimes(started, replica.inputs_complete_s, computed, time.perf_counter())
-                    self.micro_batch_times.append(times)
+                    call.times.append(times)
 
     def _inputs(self, inputs: Sequence[torch.Tensor], iteration: int, step: int, index: int) -> List[torch.Tensor]:
         if self._synthetic is not None:
