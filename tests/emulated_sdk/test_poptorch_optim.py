@@ -68,10 +68,12 @@ def test_explicit_attributes_are_variable_and_algorithm_and_groups_constant():
         (poptorch.optim.Adam(model.parameters()), "compiled for SGD, not Adam"),
     ):
         rejects(poptorch.Error, message, training.setOptimizer, other)
-    model = Line()
-    optimizer = poptorch.optim.SGD([model.weight, torch.nn.Parameter(ONE.clone())], lr=0.1)
-    with pytest.raises(poptorch.Error, match="1 parameters of the optimizer are not parameters of the model"):
-        poptorch.trainingModel(model, options(), optimizer)(ONE)
+    model, other = Line(), torch.nn.Parameter(ONE.clone())
+    for parameters in ([model.weight, other], [other]):
+        training = poptorch.trainingModel(model, options(), poptorch.optim.SGD(parameters, lr=0.1))
+        words = "1 parameters of the optimizer are not parameters of the model"
+        rejects(poptorch.Error, words, training, ONE)
+        model = Line()
 
 
 @pytest.mark.parametrize("algorithm", ["SGD", "Adam", "AdamW", "RMSprop"])

@@ -315,7 +315,7 @@ class TrainingProgram(Program):
         super().__init__(model, options, arguments, user_model, groupings)
         self._host = model
         groups = device_groups(optimizer, model, self.memory)
-        _check_own(optimizer, groups)
+        _check_own(optimizer, groups, any(each.requires_grad for each in self.memory.parameters.values()))
         values = extract(optimizer)
         adapts_loss_scaling = options._Popart.options.get(_AUTO_LOSS_SCALING)
         if adapts_loss_scaling:
@@ -380,10 +380,10 @@ class TrainingProgram(Program):
         return self._replicas[0].micro_batches
 
 
-def _check_own(optimizer: torch.optim.Optimizer, groups: Sequence[Dict[str, Any]]) -> None:
+def _check_own(optimizer: torch.optim.Optimizer, groups: Sequence[Dict[str, Any]], is_trainable: bool) -> None:
     """Raise Error if the optimizer has parameters that are not the model's, which no program would update."""
     foreign = sum(len(group["params"]) for group in optimizer.param_groups) - sum(map(len, groups))
-    if foreign and any(groups):  # the default optimizer of a model without parameters has one of its own
+    if foreign and is_trainable:  # the default optimizer of a model without parameters has one of its own
         raise Error(f"{foreign} parameters of the optimizer are not parameters of the model: pass those of the model")
 
 
