@@ -76,6 +76,30 @@ def test_explicit_attributes_are_variable_and_algorithm_and_groups_constant():
         model = Line()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("lr", "0.1", "Expected a number for the optimizer's 'lr', not '0.1'"),
+        ("eps", None, "Expected a number for the optimizer's 'eps', not None"),
+        ("betas", (0.9,), r"Expected 2 numbers for the optimizer's 'betas', not \(0.9,\)"),
+        ("betas", (0.9, "x"), r"Expected a number for the optimizer's 'betas\[1\]', not 'x'"),
+        ("loss_scaling", "8", "Expected a number for the optimizer's 'loss_scaling', not '8'"),
+    ],
+)
+def test_a_value_that_is_no_number_is_an_error_and_changes_nothing(name, value, words):
+    training = wrapped(Line(), algorithm="Adam")
+    training(ONE)
+    optimizer = training._optimizer
+    before, holder = optimizer.state_dict()["ipu_param"], optimizer.param_groups[0]
+    if name == "loss_scaling":
+        optimizer.loss_scaling = value
+    else:
+        holder[name] = value
+    rejects(AssertionError, words, training.setOptimizer, optimizer)
+    assert optimizer.state_dict()["ipu_param"] == before
+    training(ONE)
+
+
 @pytest.mark.parametrize("algorithm", ["SGD", "Adam", "AdamW", "RMSprop"])
 def test_loaded_state_resumes_exactly(algorithm):
     arguments = {"momentum": 0.9} if algorithm in ("SGD", "RMSprop") else {}

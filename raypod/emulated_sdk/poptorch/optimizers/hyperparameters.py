@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import numbers
 import warnings
 from typing import Any, Callable, Dict, FrozenSet, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set
 
@@ -88,16 +89,23 @@ class Hyperparameters(NamedTuple):
 
 
 def extract(optimizer: torch.optim.Optimizer) -> Hyperparameters:
-    """Return the present values of an optimizer; Error if the device does not support its algorithm, or amsgrad."""
+    """Return the present values of an optimizer.
+
+    Raises:
+        AssertionError: a value is no number.
+        Error: the device does not support its algorithm, or amsgrad.
+    """
     algorithm = _algorithm(optimizer)
     rule = RULES[algorithm]
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise Error("The device does not support amsgrad: set it to False")
     groups = [
-        {name: _number(group.get(name, default)) for name, default in rule.group.items()}
+        {name: _number(name, group.get(name, default), default) for name, default in rule.group.items()}
         for group in optimizer.param_groups
     ]
-    whole = {name: float(getattr(optimizer, name, default)) for name, default in rule.scalars.items()}
+    whole = {
+        name: float(_number(name, getattr(optimizer, name, default), default)) for name, default in rule.scalars.items()
+    }
     whole.update({name: getattr(optimizer, name, default) for name, default in rule.constants.items()})
     if not whole["loss_scaling"] > 0:
         raise Error(f"loss_scaling must be positive, not {whole['loss_scaling']}")
@@ -149,10 +157,15 @@ def _variable(optimizer: torch.optim.Optimizer, groups: List[Dict[str, Any]], ru
     return frozenset(("lr", *changed))
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    return tuple(map(_number, value)) if isinstance(value, (tuple, list)) else value
+def _number(name: str, value: Any, default: Any) -> Any:
+    """Return a value as number, or as tuple of numbers if that is the default; AssertionError if it is none."""
+    if isinstance(default, tuple):
+        is_tuple = isinstance(value, (tuple, list)) and len(value) == len(default)
+        assert is_tuple, f"Expected {len(default)} numbers for the optimizer's {name!r}, not {value!r}"
+        return tuple(_number(f"{name}[{index}]", each, 0.0) for index, each in enumerate(value))
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    assert isinstance(number, numbers.Number), f"Expected a number for the optimizer's {name!r}, not {value!r}"
+    return number
 
 
 def _constant_changed(name: str, old: Any, new: Any) -> str:
