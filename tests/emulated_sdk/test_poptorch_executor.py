@@ -253,24 +253,29 @@ def test_float_buffers_change_in_every_micro_batch_with_replicas_without_broadca
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_failed_inference_changes_neither_random_numbers_nor_buffers(replicas):
+def test_a_failed_inference_changes_neither_random_numbers_nor_buffers_nor_its_inputs(replicas):
     def forward(model, x):
         model.count += 1
         if x.sum() > 5:
             raise ValueError("sample is bad")
+        x += 1
         return model.norm(nn.functional.dropout(x, training=True)) + model.count
 
     model = Apply(forward, norm=nn.BatchNorm1d(2))
     model.register_buffer("count", torch.zeros(()))
     inference = poptorch.inferenceModel(model, options(replicas, iterations=2).randomSeed(3).broadcastBuffers(False))
-    rows = torch.ones(4 * replicas, 2)
+    rows = torch.zeros(4 * replicas, 2)
     first, state = inference(rows), inference.rng_state
-    rejects(ValueError, "sample is bad", inference, torch.cat([rows[1:], torch.full((1, 2), 9.0)]))
+    assert torch.equal(rows, torch.ones_like(rows)), "forward changes its input in place"
+    bad = torch.cat([rows[1:], torch.full((1, 2), 9.0)])
+    before = bad.clone()
+    rejects(ValueError, "sample is bad", inference, bad)
     assert inference.rng_state == state
-    second = inference(rows)
+    assert torch.equal(bad, before)
+    second = inference(rows.zero_())
     again = poptorch.inferenceModel(model, inference.options)
-    assert torch.equal(again(rows), first)
-    assert torch.equal(again(rows), second)
+    assert torch.equal(again(rows.zero_()), first)
+    assert torch.equal(again(rows.zero_()), second)
 
 
 def test_statistics_are_per_replica_and_the_host_gets_those_of_replica_0():

@@ -72,6 +72,7 @@ class Replica:
         self.inputs_complete_s = 0.0
         self.micro_batches = 0
         self.seed = 0
+        self._changed_inputs: List[Tuple[torch.Tensor, torch.Tensor]] = []  # of this call: the caller's and ours
         self._arguments = arguments
         self._compiled = None if compiled is None else compiled.of(memory)
         self._index = index
@@ -101,7 +102,7 @@ class Replica:
         finally:
             self._objects.restore()
         self.micro_batches += 1
-        self._copy_changed_inputs(on_device, inputs)
+        self._changed_inputs += [(inputs[index], on_device[index]) for index in self._traced.changed_inputs]
         if structure != self._traced.structure:
             raise Error(f"forward returned {structure}, but {self._traced.structure} when it was compiled")
         return Forward([self._detached(tensor) for tensor in tensors], self._loss(tensors))
@@ -140,14 +141,19 @@ class Replica:
             return device_random(self.seed, self._index, self.micro_batches)
         return _NO_CONTEXT
 
-    def _copy_changed_inputs(self, on_device: List[torch.Tensor], inputs: List[torch.Tensor]) -> None:
-        """Copy inputs that forward changes in place back to the caller's tensors.
+    def begin_call(self) -> None:
+        """Forget the changed inputs of the last call."""
+        self._changed_inputs = []
+
+    def end_call(self) -> None:
+        """Copy inputs that the forwards of a complete call have changed in place back to the caller's tensors.
 
         inferred: the SDK's documentation does not state this.
         """
-        for index in self._traced.changed_inputs:
-            with torch.no_grad(), torch.inference_mode(inputs[index].is_inference()):
-                inputs[index].copy_(on_device[index])
+        for host, device in self._changed_inputs:
+            with torch.no_grad(), torch.inference_mode(host.is_inference()):
+                host.copy_(device)
+        self._changed_inputs = []
 
     def _detached(self, output: torch.Tensor) -> torch.Tensor:
         # An output that is a weight or a buffer may change before the call ends.
