@@ -119,6 +119,19 @@ def test_loaded_state_resumes_exactly(algorithm):
     assert torch.equal(resumed.model.conv.weight, unchanged), "a learning rate that is set after loading is used"
 
 
+def test_an_optimizer_whose_state_does_not_fit_does_not_replace_the_present_one():
+    training = wrapped(Line(), momentum=0.9)
+    training(ONE)
+    state = copy.deepcopy(training._optimizer.state_dict())
+    state["ipu_state"]["Accl1___weight"] = torch.ones(2)
+    other = sgd(training.model, momentum=0.9)
+    other.load_state_dict(state)
+    rejects(poptorch.Error, r"Accl1___weight of the optimizer state has shape \[2\]", training.setOptimizer, other)
+    training(ONE)
+    momentum = training._optimizer.state_dict()["ipu_state"]["Accl1___weight"]
+    assert momentum.item() == pytest.approx(1.9), "that of the second call"
+
+
 def test_state_is_none_before_compilation_and_can_be_copied_and_loaded_during_training():
     training = wrapped(Line(), options().useOfflineIpuTarget())
     state = training._optimizer.state_dict()

@@ -282,9 +282,9 @@ def replace_optimizer(old: Any, new: torch.optim.Optimizer, values: Hyperparamet
     if new is not old:
         _check_groups(new, program)
         fetch_optimizer(old, program)
+        bind_optimizer(new, program)  # raises Error for a state that does not fit
         if isinstance(old, Optimizer):
             old._fetch = None
-        bind_optimizer(new, program)
     upload_optimizer_if_newer(new, program)
     device.hyperparameters = values._replace(variable=device.hyperparameters.variable)
 
