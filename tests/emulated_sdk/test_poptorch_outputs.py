@@ -132,6 +132,7 @@ TWO, FOUR = {"x": ONE, "y": ONE}, torch.ones(4)
         (FOUR, FOUR.int(), "Data type mismatch for x: expected torch"),
         (FOUR, [FOUR], "Type mismatch for x: expected"),
         (FOUR, None, "Type mismatch for x: expected"),
+        (FOUR, FOUR.to_sparse(), "Tensor 0 of the arguments is sparse"),
         (FOUR.long(), FOUR.int(), "type mismatch for x: expected torch.int64 but got torch.int32"),
     ],
 )
@@ -148,6 +149,8 @@ def test_inputs_must_divide_into_micro_batches_and_input_groups_need_one_device_
     rejects(AssertionError, "1 samples", on_device, same, torch.tensor(1.0), opts=options(iterations=2))
     with pytest.raises(poptorch.Error, match=r"Zero-sized tensors are unsupported \(Got shape \[2, 0\]\)"):
         on_device(same, torch.zeros(2, 0))
+    with pytest.raises(poptorch.Error, match="tensor 0 of the arguments is complex"):
+        on_device(same, torch.zeros(2, dtype=torch.complex64))
     opts = options(4, iterations=2).inputReplicaGrouping(2, poptorch.CommGroupType.Consecutive)
     rejects(poptorch.Error, "1 device iteration", on_device, same, torch.zeros(4), opts=opts)
 

@@ -81,15 +81,14 @@ class BatchLayout:
         return [_select(tensor, index, self.micro_batches) for tensor in tensors]
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Check the shape of every tensor.
+        """Check the kind and the shape of every tensor.
 
         Raises:
-            Error: a tensor is sparse or has no elements.
+            Error: a tensor is sparse or complex, or has no elements.
             AssertionError: dimension 0 of a tensor is no multiple of the number of micro-batches.
         """
+        _check_kinds(tensors)
         for index, tensor in enumerate(tensors):
-            if tensor.layout != torch.strided:
-                raise Error(f"Tensor {index} of the arguments is sparse, which the device does not have: make it dense")
             if tensor.numel() == 0:
                 raise Error(f"Zero-sized tensors are unsupported (Got shape {list(tensor.shape)})")
             size = tensor.shape[0] if tensor.dim() else 1
@@ -172,11 +171,15 @@ class Arguments:
         return cls(forward, spec, [tensor.detach().clone() for tensor in layout.select(tensors, 0)])
 
     def tensors(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> List[torch.Tensor]:
-        """Return the tensors of one call, in order. Raises Error if structure, constants, dtypes or shapes differ."""
+        """Return the tensors of one call, in order.
+
+        Raises Error if structure, constants, dtypes or shapes differ, or one is sparse.
+        """
         bound = _bind(self._signature, args, kwargs)
         tensors, tree = flatten((bound.args, bound.kwargs), self.spec.tree)
         pairs = zip(self.spec.tensors, map(_describe, tensors))
         check_arguments(self.spec.tree, tree, _positional_names(bound), pairs)
+        _check_kinds(tensors)
         if not self._has_warned and any(tensor.requires_grad for tensor in tensors):
             self._has_warned = True
             message = "inputs that require a gradient are detached: outputs of the device cannot be differentiated"
@@ -193,6 +196,17 @@ class Arguments:
         """Return the arguments of `forward` with these tensors and the compile-time constants."""
         args, kwargs = self.spec.tree.unflatten(tensors)
         return args, kwargs
+
+
+def _check_kinds(tensors: Sequence[torch.Tensor]) -> None:
+    for index, tensor in enumerate(tensors):
+        if tensor.layout != torch.strided:
+            raise Error(f"Tensor {index} of the arguments is sparse, which the device does not have: make it dense")
+        if tensor.is_complex():
+            words = "which the device does not have: pass torch.view_as_real of it"
+            raise Error(
+                f"Unsupported tensor input type from pytorch: tensor {index} of the arguments is complex, {words}"
+            )
 
 
 def _bind(signature: inspect.Signature, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> inspect.BoundArguments:
