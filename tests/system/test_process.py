@@ -21,7 +21,7 @@ import pytest
 
 from raypod.runs import run_state
 from raypod.runtime.coordinator.stop import Stop
-from raypod.system import activity_record, signals
+from raypod.system import activity_record, companion, signals
 from raypod.system.activity_record import Activity, ActivityRecord, Identity
 from raypod.system.companion import end_session
 from raypod.system.cores import Core, cpus_of, divide, replica_cpus, usable_cores
@@ -119,6 +119,25 @@ def test_a_process_has_start_ticks_until_it_is_reaped(processes: None) -> None:
     assert ticks >= (process_start_ticks(os.getpid()) or 0)
     child.communicate(b"\n", timeout=30)
     assert process_start_ticks(child.pid) is None
+
+
+@pytest.mark.parametrize("log", ["storage.log", None])
+def test_a_companion_starts_in_a_session_of_its_own_with_the_package_of_its_parent(
+    log: Optional[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: List[Any] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: started.append((command, options)))
+    monkeypatch.setenv("PYTHONPATH", "/own/code")
+    path = log and tmp_path / log
+    companion.start_module("raypod.runs.upload.process", ["--keep=2"], path)
+    ((command, options),) = started
+    assert command == [sys.executable, "-m", "raypod.runs.upload.process", "--keep=2"]
+    assert options["env"] == {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}/own/code"}
+    assert (options["stdin"], options["start_new_session"]) == (subprocess.PIPE, True)
+    if path:
+        assert (path.exists(), options["stdout"].closed, options["stderr"]) == (True, True, subprocess.STDOUT)
+    else:
+        assert (options["stdout"], options["stderr"]) == (subprocess.PIPE, None)
 
 
 def test_the_end_of_a_session_does_not_reach_a_process_that_has_its_number_by_now(processes: None) -> None:
