@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import math
@@ -10,7 +11,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, ContextManager, DefaultDict, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from _pod import telemetry
@@ -187,7 +188,7 @@ class ReplicaThreads:
     def __init__(self, replicas: int, at_once: bool = False) -> None:
         self._replicas = replicas
         self._pools: List[ThreadPoolExecutor] = []
-        self._times: Dict[str, _Times] = {}  # by kind of work
+        self._times: DefaultDict[str, _Times] = collections.defaultdict(_Times)  # by kind of work
         self._at_once = at_once
         cpus = _replica_cpus()[:replicas]
         in_pool = replicas if at_once else 1
@@ -212,7 +213,7 @@ class ReplicaThreads:
 
         How long work of this kind takes decides in which threads it runs.
         """
-        times = self._times.setdefault(kind, _Times())
+        times = self._times[kind]
         is_in_caller = not self._pools or (times.is_in_caller() and not self._at_once)
         began = time.perf_counter()
         if is_in_caller:
