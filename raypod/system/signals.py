@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from types import FrameType
-from typing import Callable, Collection, Iterator, List, NoReturn, Optional, Union
+from typing import Any, Callable, Collection, Iterator, List, NoReturn, Optional, Type, Union
 
 from raypod.errors import Preempted, RaypodError
 from raypod.system.command_line import tell
@@ -53,6 +53,25 @@ def postponed_signals() -> Iterator[None]:
             signal.signal(number, handler)
         if received:
             signal.raise_signal(received[0])
+
+
+@contextlib.contextmanager
+def unreported_if_ignored(kind: Type[BaseException]) -> Iterator[None]:
+    """Within this context, Python prints no traceback of a `kind` that it ignores, as in a finalizer.
+
+    A signal handler can raise there at any time. The caller keeps its exception, and raises it again later.
+    """
+    before = sys.unraisablehook
+
+    def report(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, kind):
+            before(unraisable)
+
+    sys.unraisablehook = report
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def leave_terminal() -> None:

@@ -30,6 +30,7 @@ from raypod.system.signals import (
     preemption_signals,
     stop_signals,
     time_to_end,
+    unreported_if_ignored,
 )
 
 _RECORDING_S = 0.3  # for the files to record the end: a disk that hangs must not keep the process from ending in time
@@ -200,7 +201,8 @@ def stop_on_signal(stop: Stop) -> Iterator[None]:
     numbers = {*stop_signals(), *preemption_signals()}
     before = {number: signal.signal(number, stop.on_signal) for number in numbers}
     try:
-        yield
+        with unreported_if_ignored(KeyboardInterrupt):
+            yield
     except KeyboardInterrupt:
         stop.check()  # Ray raises a KeyboardInterrupt of its own in place of that of a signal handler
         raise

@@ -21,7 +21,7 @@ from raypod.errors import ProgramFailed
 from raypod.plan.placement import Placement
 from raypod.runtime.launcher.output import Output
 from raypod.runtime.launcher.records import HostReport, ProgramEnd
-from raypod.system.signals import SignalFilter, stop_signals
+from raypod.system.signals import SignalFilter, stop_signals, unreported_if_ignored
 
 _POLL_S = 0.2  # longest delay until a signal or `close` takes effect
 _EXIT_MARGIN_S = 5.0  # time beyond the grace period; after it, the reapers end the programs alone
@@ -103,7 +103,8 @@ class Signals:
         try:
             if self._raised is not None:  # Python ignores exceptions in finalizers and other callbacks
                 raise Interrupted(self._raised)
-            yield self
+            with unreported_if_ignored(Interrupted):
+                yield self
         finally:
             self._is_recording = was_recording
             for number, handler in before.items():

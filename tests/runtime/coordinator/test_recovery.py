@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import signal
+import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -453,10 +454,14 @@ class IgnoresAnException(ScriptedFleet):
         return super().start()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_whose_exception_is_ignored_ends_the_run(make: Make) -> None:
+def test_a_signal_whose_exception_is_ignored_ends_the_run_and_prints_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed: List[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
     plan = make()
     fleet = IgnoresAnException(plan)
     with pytest.raises(KeyboardInterrupt):
         events_of(plan, fleet)
-    assert fleet.called == []
+    assert fleet.called == printed == []
+    assert sys.unraisablehook == printed.append

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
@@ -173,13 +174,24 @@ def test_a_message_for_the_programs_is_passed_on_and_ends_no_launch(hosts: Scrip
     assert hosts.signals.take_messages() == []
 
 
-def test_a_signal_before_the_programs_run_is_raised_at_once_and_again_where_it_was_ignored() -> None:
-    signals = Signals()
+def test_a_signal_before_the_programs_run_is_raised_at_once_and_again_where_it_was_ignored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    signals, printed = Signals(), []
     with pytest.raises(Interrupted), signals.handled():
         signal.raise_signal(signal.SIGTERM)
+    signals = Signals()
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    with signals.handled():
+        Finalized()
     with pytest.raises(Interrupted) as again, signals.handled():
-        raise AssertionError("Python ignores an exception in a finalizer")
+        raise AssertionError("the exception in the finalizer was ignored")
     assert again.value.exit_code == 128 + signal.SIGTERM
+    assert printed == []
 
 
 LIVES = HostReport((), (), False, False)
