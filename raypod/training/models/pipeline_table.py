@@ -188,17 +188,18 @@ def _schedule_lines(schedule: Any, accumulation: int, chosen: Any) -> List[str]:
     columns = list(range(schedule.cycles))
     if len(columns) > _COLUMNS:
         columns = columns[: _COLUMNS // 2] + [-1] + columns[-(_COLUMNS // 2) :]
+    width = max(4, len(str(accumulation - 1)) + 1)  # of a column: its number, and a space before it
     marks = ["..." if cycle < 0 else _SECTIONS[schedule.sections[cycle]] for cycle in columns]
     lines = [
         f"{schedule.name:>12}  {summary}; IPUs idle {100 * schedule.idle_share:.0f} %{longer}",
-        f"{'':>12}  {'':<18}" + "".join(f"{mark:>4}" for mark in marks),
+        f"{'':>12}  {'':<18}" + "".join(f"{mark:>{width}}" for mark in marks),
     ]
     work = {(cell.cycle, cell.stage, cell.what): cell for cell in schedule.cells}
     for stage, cost in enumerate(schedule.stages):
         for what in ("forward", "backward"):
             cells = [_cell(work, cycle, stage, what) for cycle in columns]
             label = f"IPU {cost.ipu} " if what == "forward" else ""
-            lines.append(f"{'':>12}  {label:<8}{what:<10}" + "".join(f"{cell:>4}" for cell in cells))
+            lines.append(f"{'':>12}  {label:<8}{what:<10}" + "".join(f"{cell:>{width}}" for cell in cells))
     return lines
 
 

@@ -25,7 +25,7 @@ from raypod.plan.values import stages_of
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runtime.coordinator import coordinator
 from raypod.runtime.workers.inline import InlineFleet
-from raypod.training.models import pipeline, program
+from raypod.training.models import pipeline, pipeline_table, program
 from raypod.training.models.memory_balance import render_memory, splits_by_memory
 from raypod.training.models.pipeline import Unit
 from raypod.training.models.pipeline_table import Pipeline, describe_pipeline, inspect_pipeline, render_pipeline
@@ -465,3 +465,10 @@ def test_phases_recomputation_and_the_comparison() -> None:
     for make, batches in ((pipelined, 2), (sharded, 0), (phased, 0)):
         with pytest.raises(ValueError, match=f"got {batches}"):
             make(equal(2), batches)
+
+
+def test_the_numbers_of_many_micro_batches_have_a_space_between_them() -> None:
+    schedule = pipelined([StageCost(1.0, 1.0, ipu=ipu) for ipu in range(2)], 2048)
+    lines = pipeline_table._schedule_lines(schedule, 2048, schedule)
+    assert lines[3].split()[-4:] == ["2045", "2046", "2047", "U"]
+    assert len({len(line) for line in lines[1:]}) == 1  # the columns are aligned
