@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import errno
 import io
 import itertools
 import os
@@ -56,6 +57,11 @@ def report_errors(command: Callable[[], int]) -> int:
         if not _stdout_is_closed():
             raise
         return CLOSED_PIPE
+    except OSError as error:  # os.stat and what is built on it raise this for a name that cannot exist
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        _tell_last(f"{paint('error:', 'red', sys.stderr)} {error.filename}: {error.strerror}")
+        return ConfigError.exit_code
 
 
 @contextlib.contextmanager

@@ -152,6 +152,9 @@ MISTAKES = {
     "report": "the following arguments are required",
     "report missing": "missing does not exist",
     "report parent": "is no run folder",
+    "report {long}": "File name too long",
+    "status {long}": "File name too long",
+    "train --fleet inline --run-dir run --resume {long}": "File name too long",
     "report a --output .": "is a folder",
     "report a --output ''": "--output is empty; name a file",
     "report a --output none/report.html": "cannot write none/report.html",
@@ -188,7 +191,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(line: str, tmp_path: Path, mon
     before = sorted(tmp_path.rglob("*"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(shlex.split(line.format(port=port))) == 2
+        assert main(shlex.split(line.format(port=port, long=300 * "x"))) == 2
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines()), sorted(tmp_path.rglob("*"))) == ("", 1, before)
     assert err.startswith("raypod: error: ")
