@@ -25,7 +25,8 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.update(RAY_worker_niceness="0", TUNE_DISABLE_SIGINT_HANDLER="1")
 # A separate folder per test process: otherwise a run in one process joins the Ray session of another. The name is short
 # because socket paths are limited to 107 bytes.
-os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="r")
+# Programs have their temporary files there, too: those of multiprocessing remain if the programs are killed.
+os.environ["RAY_TMPDIR"] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="r")
 os.environ["XDG_STATE_HOME"] = os.path.join(os.environ["RAY_TMPDIR"], "state")  # noqa: PTH118
 os.environ["RAYPOD_RUNTIME_DIR"] = os.path.join(os.environ["RAY_TMPDIR"], "endpoints")  # noqa: PTH118
 
