@@ -199,7 +199,7 @@ AT_A_TIME, CPUS = "EMULATED_POD_REPLICAS_AT_A_TIME", "EMULATED_POD_REPLICA_CPUS"
 
 
 def weights_of_four_replicas(seen):
-    """Return the weights after two updates; add (thread, its CPUs) of each forward to `seen`."""
+    """Return the weights after ten updates; add (thread, its CPUs) of each forward to `seen`."""
     forwards = queue.SimpleQueue()  # objects of libraries show what every forward does
 
     class Observed(Classifier):
@@ -208,7 +208,7 @@ def weights_of_four_replicas(seen):
             return super().forward(images, labels)
 
     training = wrapped(seeded(Observed, dropout=0.25), options(4, accumulation=2).randomSeed(7), momentum=0.9)
-    for seed in range(2):
+    for seed in range(10):  # in threads and, where that is faster, in the caller's
         training(*batch(16, seed))
     training.copyWeightsToHost()
     training.destroy()

@@ -90,9 +90,10 @@ def open_image(source: Any, max_pixels: int) -> Any:
         image = Image.open(source)
     except UnidentifiedImageError:
         raise OSError("Pillow does not recognize its format") from None
-    except Image.DecompressionBombError:
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # a filter can raise the warning
         assert own is not None
-        raise TooManyPixels(f"it has more than {2 * own} pixels, and --max-image-pixels is {max_pixels}") from None
+        most = own if isinstance(error, Image.DecompressionBombWarning) else 2 * own
+        raise TooManyPixels(f"it has more than {most} pixels, and --max-image-pixels is {max_pixels}") from None
     try:
         check_pixels(image.height, image.width, max_pixels)
     except OSError:

@@ -8,6 +8,7 @@ import io
 import os
 import re
 import struct
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
@@ -525,6 +526,11 @@ def test_the_limit_replaces_that_of_pillow(monkeypatch: pytest.MonkeyPatch) -> N
     size = 30_000
     with pytest.raises(OSError, match="it has more than [0-9]+ pixels, and --max-image-pixels is 1000"):
         open_image(io.BytesIO(_png(size)), 1000)
+    with warnings.catch_warnings(), pytest.raises(
+        OSError, match="more than 89478485 pixels, and --max-image-pixels is"
+    ):
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        open_image(io.BytesIO(_png(10_000)), 1000)
     with open_image(io.BytesIO(_png(size)), size * size) as image:
         assert image.size == (size, size)
 

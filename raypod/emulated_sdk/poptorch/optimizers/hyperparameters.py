@@ -164,7 +164,7 @@ def _number(name: str, value: Any, default: Any) -> Any:
         assert is_tuple, f"Expected {len(default)} numbers for the optimizer's {name!r}, not {value!r}"
         return tuple(_number(f"{name}[{index}]", each, 0.0) for index, each in enumerate(value))
     number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-    assert isinstance(number, (float, int, numbers.Number)), (
+    assert isinstance(number, (float, int, numbers.Number)), (  # the last alone is slow: this runs in every call
         f"Expected a number for the optimizer's {name!r}, not {value!r}"
     )
     return number

@@ -53,7 +53,7 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CallTransaction:
-    """Saves and restores what an inference changes: the buffers and the micro-batch counters of the replicas."""
+    """Saves and restores what an inference changes: buffers and micro-batch counters of the replicas, and inputs."""
 
     def __init__(self, replicas: List[Replica]) -> None:
         self._replicas = replicas
@@ -69,10 +69,19 @@ class CallTransaction:
         """Restore the state before the call."""
         for replica, micro_batches in zip(self._replicas, self._micro_batches):
             replica.micro_batches = micro_batches
+            replica.changed_inputs.clear()
         self._restore_buffers()
 
     def commit(self) -> None:
-        """Complete the call."""
+        """Complete the call: copy the inputs that forward changes in place back to the caller's tensors.
+
+        inferred: the SDK's documentation does not state this.
+        """
+        for replica in self._replicas:
+            for host, device in replica.changed_inputs:
+                with torch.no_grad(), torch.inference_mode(host.is_inference()):
+                    host.copy_(device)
+            replica.changed_inputs.clear()
 
     def buffers_uploaded(self) -> None:
         """Take over buffers that were copied from the host."""
@@ -132,8 +141,9 @@ class TrainingTransaction(CallTransaction):
             self._optimizer.loss_scale_update_factor = self._loss_scale_factor
 
     def commit(self) -> None:
-        """Store the exchanged buffers."""
+        """Store the exchanged buffers, and copy changed inputs back."""
         self._buffers.commit()
+        super().commit()
 
     def buffers_uploaded(self) -> None:
         """Take over buffers that were copied from the host."""

@@ -165,8 +165,6 @@ class Program:
         began = time.perf_counter()
         last = self.layout.device_iterations - 1
         self._transaction.begin()
-        for replica in self._replicas:
-            replica.begin_call()
         try:
             for iteration in range(self.layout.device_iterations):
                 run = functools.partial(self._run_micro_batches, iteration, call)
@@ -183,8 +181,6 @@ class Program:
             self._update.discard_gradients()
             raise
         self._transaction.commit()
-        for replica in self._replicas:
-            replica.end_call()
         self.anchored = {**anchored, **call.anchors.assemble(updated=True)}
         self.micro_batch_times, self.call_s = call.times, time.perf_counter() - began
         if self._synthetic is not None:

@@ -73,7 +73,8 @@ class Replica:
         self.inputs_complete_s = 0.0
         self.micro_batches = 0
         self.seed = 0
-        self._changed_inputs: List[Tuple[torch.Tensor, torch.Tensor]] = []  # of this call: the caller's and ours
+        # Inputs that the forwards of this call have changed in place: the caller's tensor, and that of the device.
+        self.changed_inputs: List[Tuple[torch.Tensor, torch.Tensor]] = []
         self._arguments = arguments
         self._compiled = None if compiled is None else compiled.of(memory)
         self._index = index
@@ -103,7 +104,7 @@ class Replica:
         finally:
             self._objects.restore()
         self.micro_batches += 1
-        self._changed_inputs += [(inputs[index], on_device[index]) for index in self._traced.changed_inputs]
+        self.changed_inputs += [(inputs[index], on_device[index]) for index in self._traced.changed_inputs]
         if structure != self._traced.structure:
             raise Error(f"forward returned {structure}, but {self._traced.structure} when it was compiled")
         return Forward([self._detached(tensor) for tensor in tensors], self._loss(tensors))
@@ -142,20 +143,6 @@ class Replica:
             return device_random(self.seed, self._index, self.micro_batches)
         return _NO_CONTEXT
 
-    def begin_call(self) -> None:
-        """Forget the changed inputs of the last call."""
-        self._changed_inputs = []
-
-    def end_call(self) -> None:
-        """Copy inputs that the forwards of a complete call have changed in place back to the caller's tensors.
-
-        inferred: the SDK's documentation does not state this.
-        """
-        for host, device in self._changed_inputs:
-            with torch.no_grad(), torch.inference_mode(host.is_inference()):
-                host.copy_(device)
-        self._changed_inputs = []
-
     def _detached(self, output: torch.Tensor) -> torch.Tensor:
         # An output that is a weight or a buffer may change before the call ends.
         detached = output.detach()
@@ -193,8 +180,8 @@ class ReplicaThreads:
         cpus = _replica_cpus()[:replicas]
         in_pool = replicas if at_once else 1
         pools = [(each, in_pool) for each in cpus] or [([], min(replicas, max(in_pool, _at_a_time())))]
-        (first, workers), *more = pools
-        if replicas == 1 or (not more and workers == 1 and set(first) in (set(), _usable_cpus())):
+        one_at_a_time = [([], 1)], [(sorted(_usable_cpus()), 1)]
+        if replicas == 1 or [(sorted(each), workers) for each, workers in pools] in one_at_a_time:
             return
         for each, workers in pools:
             # A new thread takes torch's number of intra-op threads only at its first parallel region, when oneDNN may
@@ -213,15 +200,19 @@ class ReplicaThreads:
 
         How long work of this kind takes decides in which threads it runs.
         """
-        times = self._times[kind]
-        is_in_caller = not self._pools or (times.is_in_caller() and not self._at_once)
-        began = time.perf_counter()
-        if is_in_caller:
-            for replica in range(self._replicas):
-                contextvars.copy_context().run(work, replica)
-        else:
+        if not self._pools:
+            self._each_in_caller(work)
+        elif self._at_once:
             self._each_in_threads(work)
-        times.add(is_in_caller, time.perf_counter() - began)
+        else:
+            times = self._times[kind]
+            is_in_caller, began = times.is_in_caller(), time.perf_counter()
+            (self._each_in_caller if is_in_caller else self._each_in_threads)(work)
+            times.add(is_in_caller, time.perf_counter() - began)
+
+    def _each_in_caller(self, work: Callable[[int], None]) -> None:
+        for replica in range(self._replicas):
+            contextvars.copy_context().run(work, replica)
 
     def _each_in_threads(self, work: Callable[[int], None]) -> None:
         caller = _ThreadState()
