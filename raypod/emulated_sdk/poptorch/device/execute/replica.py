@@ -179,9 +179,9 @@ class ReplicaThreads:
         self._at_once = at_once
         cpus = _replica_cpus()[:replicas]
         in_pool = replicas if at_once else 1
-        pools = [(each, in_pool) for each in cpus] or [([], min(replicas, max(in_pool, _at_a_time())))]
-        one_at_a_time = [([], 1)], [(sorted(_usable_cpus()), 1)]
-        if replicas == 1 or [(sorted(each), workers) for each, workers in pools] in one_at_a_time:
+        pools = [(sorted(each), in_pool) for each in cpus] or [([], min(replicas, max(in_pool, _at_a_time())))]
+        is_one_at_a_time = pools in ([([], 1)], [(sorted(_usable_cpus()), 1)])
+        if replicas == 1 or is_one_at_a_time:
             return
         for each, workers in pools:
             # A new thread takes torch's number of intra-op threads only at its first parallel region, when oneDNN may
