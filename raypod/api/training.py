@@ -40,11 +40,10 @@ from raypod.observe.status.endpoint import cached_route, served, snapshot_route
 from raypod.observe.status.run_status import RunStatus
 from raypod.observe.status.token_server import check_port
 from raypod.observe.trackers.companions import TrackerProcesses
-from raypod.plan import layout
 from raypod.plan.plan import Plan, rounding_of, window_of
 from raypod.plan.tables import topology_summary
 from raypod.runs import claim, run_folder, run_state, verify_data
-from raypod.runs.callback import Callback, Reporter
+from raypod.runs.callback import Callback, Place, Reporter
 from raypod.runs.event_log import EventLog, restarts_in
 from raypod.runs.lease import Log
 from raypod.runs.media import Kind, Media
@@ -52,16 +51,14 @@ from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.profile import ProfileSource, ProfileWriter
 from raypod.runs.run_folder import CoordinatorLogTimes
 from raypod.runs.sinks import Sinks
+from raypod.runs.upload.copies import CheckpointCopies
 from raypod.runs.upload.mirror import Mirror
 from raypod.runs.upload.restore import restore
 from raypod.runtime.coordinator import coordinator
-from raypod.runtime.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.runtime.coordinator.kept_state import Elsewhere
 from raypod.runtime.coordinator.stop import Stop, deadline_of, early_stop
 from raypod.runtime.workers.choice import fleet_for
 from raypod.runtime.workers.fleet import Fleet
-from raypod.system.command_line import shortened
-from raypod.system.files import replace_file, strict_json
 from raypod.system.signals import on_abort
 from raypod.training.checkpoint import resume, weights_file
 
@@ -239,7 +236,7 @@ class Training:
             served(routes, folder, plan.config.run.status_port, state),
             CoordinatorLogTimes(folder),
             state,
-            Rescue(plan, self._run.memory_format, elsewhere, mirror, copies, warn, self._callbacks),
+            Rescue(self._run, elsewhere, copies, mirror, warn, self._callbacks),
             conclusion,
             TrackerProcesses(plan, warn, started_unix_s),
             mirror,
@@ -327,20 +324,21 @@ class Training:
 
 
 class Rescue(Callback):
-    """Passes the newest state of a run on; in place of `copies`. The `callbacks` write the files of the run folder."""
+    """Passes the newest state of a run on to its places if it is in another folder than that of the run.
+
+    It passes all other events to `copies`. The `callbacks` write the files of the run folder.
+    """
 
     def __init__(
         self,
-        plan: Plan,
-        memory_format: str,
+        run: Claimed,
         elsewhere: Elsewhere,
-        mirror: Mirror,
-        copies: CheckpointCopies,
+        copies: Place,
+        mirror: Place,
         warn: Callable[[str], None],
         callbacks: Sequence[Callback],
     ) -> None:
-        self._plan, self._memory_format = plan, memory_format
-        self._elsewhere, self._mirror, self._copies = elsewhere, mirror, copies
+        self._run, self._elsewhere, self._copies, self._mirror = run, elsewhere, copies, mirror
         self._warn, self._callbacks = warn, callbacks
 
     def on_event(self, event: Event) -> None:
@@ -353,29 +351,14 @@ class Rescue(Callback):
             self._write_files(folder)
         except (OSError, RaypodError) as error:
             self._warn(f"{folder} lacks files of the run: {error}")
-        hosts = self._copies.send_from(folder, Path(event.path))
-        url = self._mirror.send_from(folder)
-        self._elsewhere.way_on = self._way_on(event.update, url, hosts, folder)
-        if url or hosts:
+        ways = [each.send_from(folder, Path(event.path)) for each in (self._copies, self._mirror)]
+        held = [way for way in ways if way]
+        way_on = held[-1] if held else f": continue with --resume {folder}"
+        self._elsewhere.way_on = f"the state of update {event.update} is saved{way_on}"
+        if held:
             self._elsewhere.remove()
 
     def _write_files(self, folder: Path) -> None:
-        run_folder.create(dataclasses.replace(self._plan, run_dir=str(folder)), self._memory_format)
-        for each in reversed(self._callbacks):
+        run_folder.create(dataclasses.replace(self._run.plan, run_dir=str(folder)), self._run.memory_format)
+        for each in (*reversed(self._callbacks), self._copies):
             each.copy_to(folder)
-        run_id: Optional[str] = self._copies.run_id
-        if run_id:
-            replace_file(folder / layout.COPIES, (strict_json({"run_id": run_id}) + "\n").encode())
-
-    def _way_on(self, update: int, url: str, hosts: List[str], folder: Path) -> str:
-        run_dir = self._plan.run_dir
-        if url:
-            return (
-                f"the state of update {update} is saved: continue on another disk with --resume {url} --run-dir FOLDER"
-            )
-        if hosts:
-            return (
-                f"the state of update {update} is saved on host {shortened(hosts)}: once the disk is back, `raypod up "
-                f"--no-restart FILE` brings it to {run_dir}; then continue with --resume {run_dir}"
-            )
-        return f"the state of update {update} is saved: continue with --resume {folder}"

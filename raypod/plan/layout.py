@@ -44,7 +44,7 @@ TABLE = (
     RunFile(LEDGER, "runs/ledger", ("resume", "copy")),
     RunFile(EVENTS, "runs/event_log", ("mark", "resume", "copy", "undo", "show")),
     RunFile(STATE, "runs/run_state", ("mark", "resume", "undo", "show")),
-    RunFile(COPIES, "runtime/coordinator/checkpoint_copies", ("copy",)),
+    RunFile(COPIES, "runs/upload/copies", ("copy",)),
     RunFile(STORAGE, "runs/upload/mirror_record", ("copy", "undo")),
     RunFile(REPORT, "observe/report/command", ("mirror",)),
     RunFile(PROFILE, "runs/profile", ("mirror",)),

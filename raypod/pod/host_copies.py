@@ -1,6 +1,6 @@
 """Copies of runs on this host: list them, or make one the run folder that it was. `python3 host_copies.py VERB JSON`.
 
-Runs over ssh on hosts without raypod: one file, Python 3.6, standard library. `training/checkpoint/transfer.py` writes
+Runs over ssh on hosts without raypod: one file, Python 3.6, standard library. `runs/upload/copy_folder.py` writes
 the copies. Prints one JSON object.
 
     list     the copies of all runs, and for the run folders of `run_dirs` ({folder: run id}) what they hold; those of

@@ -59,6 +59,23 @@ class LinesSink(Sink):
         self._file.close()
 
 
+class Place(Callback):
+    """A place besides the run folder that keeps a run: a storage, or other hosts of the pod.
+
+    It gets each checkpoint when it is saved. Nothing that fails there ends or slows the run, which waits for it only at
+    its end, for a limited time. A process uploads to a storage, since the library of a storage can hang and hold the
+    interpreter's lock; a thread sends to other hosts, since only this process has the connections of the fleet.
+    """
+
+    def send_from(self, folder: Path, checkpoint: Path) -> str:
+        """Bring a checkpoint of another folder, which has the files of the run, there, and wait until that is done.
+
+        Returns what a message says after "the state is saved": where, and how the run continues from there; "" if the
+        place does not hold the checkpoint.
+        """
+        raise NotImplementedError
+
+
 class Reporter(Callback):
     """Shows a run to the user. This one shows nothing except warnings, which go to the logger `raypod`."""
 

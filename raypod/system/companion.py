@@ -24,10 +24,11 @@ from typing_extensions import Protocol
 import raypod
 from raypod.system.files import file_lock, held, make_folder, open_to_append, parse_json, replace_file
 from raypod.system.redaction import Redaction, redacted_output
+from raypod.system.retries import awaited
 
 NOT_AGAIN = 76  # exit code of a process that is not started again
 _RESTART_S = (1.0, 5.0, 30.0, 60.0)  # between starts of a process that has died; the last one repeats
-_POLL_S, _LOOK_S, _QUIET_S = 0.05, 1.0, 2.0
+_LOOK_S = 1.0
 _KILLED_S = 10.0  # for a process that was killed to end
 _MOST_LINES = 100  # that a process has not taken
 _LOCK_MARGIN_S = 10.0
@@ -118,13 +119,7 @@ class Companion(Generic[S]):
         What it remembers does not tell: that of an earlier start may have ended meanwhile. `on_wait` is called once if
         that takes longer than 2 s.
         """
-        quiet_until_s = time.monotonic() + _QUIET_S
-        while self.process is not None and self.process.poll() is None and time.monotonic() < self._until_s:
-            if time.monotonic() > quiet_until_s:
-                on_wait()
-                quiet_until_s = self._until_s
-            time.sleep(_POLL_S)
-            self.look()
+        awaited(self._has_ended, self._until_s - time.monotonic(), on_wait)
         self.state = read_state(self.folder / self.state_file, self.state)
         return self.process is not None and self.process.poll() == 0
 
@@ -139,6 +134,10 @@ class Companion(Generic[S]):
         if not self.has_warned:
             self.has_warned = True
             self.show(f"{self.name} {text}; see {self.log_file} in the run folder")
+
+    def _has_ended(self) -> bool:
+        self.look()
+        return self.process is None or self.process.poll() is not None
 
     def _has_died(self) -> bool:
         """Return whether the process has ended before its input; an outage is no reason for that."""

@@ -1,4 +1,4 @@
-"""Repeat what failed, after a pause."""
+"""Repeat what failed, after a pause; wait for what takes time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 from typing import Callable, Optional, TypeVar
 
 T = TypeVar("T")
+_POLL_S = 0.05  # short, so that signals are handled
+_QUIET_S = 2.0
 _MOST_DOUBLINGS = 30  # of a pause; a larger power of two is no float
 # Errors of a disk or a network that may return: another attempt can succeed.
 _PASSING = frozenset(
@@ -48,6 +50,20 @@ def retried(
                 raise
         (sleep or time.sleep)(pause_s(attempt))
     raise AssertionError("count ended")
+
+
+def awaited(is_done: Callable[[], bool], limit_s: float, on_wait: Callable[[], None]) -> bool:
+    """Return whether something is done within a time. `on_wait` is called once if that takes longer than 2 s."""
+    began_s, is_quiet = time.monotonic(), True
+    while not is_done():
+        took_s = time.monotonic() - began_s
+        if took_s >= limit_s:
+            return False
+        if is_quiet and took_s > _QUIET_S:
+            is_quiet = False
+            on_wait()
+        time.sleep(_POLL_S)
+    return True
 
 
 def growing(first_s: float, most_s: float) -> Callable[[int], float]:

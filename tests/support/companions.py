@@ -9,7 +9,7 @@ from typing import List, Optional
 
 import pytest
 
-from raypod.system import companion
+from raypod.system import companion, retries
 
 
 class FakeProcess:
@@ -38,6 +38,7 @@ class FakeProcesses:
         self.now_s, self.started = 50.0, []  # type: float, List[FakeProcess]
         self.clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep)
         monkeypatch.setattr(companion, "time", self.clock)
+        monkeypatch.setattr(retries, "time", self.clock)
         monkeypatch.setattr(companion, "start_module", self._start)
         monkeypatch.setattr(companion, "end_session", FakeProcess.end)
 

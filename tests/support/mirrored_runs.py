@@ -14,7 +14,8 @@ import torch
 
 from raypod.plan import layout
 from raypod.plan.metric import Metric
-from raypod.runs.upload import mirror_record, remote_index, run_mirror
+from raypod.runs.upload import mirror_record, remote_index
+from raypod.runs.upload import process as mirror_process
 from raypod.runs.upload.mirror_record import MirrorRecord
 from raypod.runs.upload.remote_run import RemoteRun
 from raypod.system.companion import Input, end_session, start_module
@@ -100,8 +101,8 @@ def mirror(
     """Mirror a run in this process until its script ends; return what the mirror remembers."""
     script = script or Script(*steps)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run_mirror, "time", script)
-        started = run_mirror.RunMirror(run, Store(f"{url}/{run.name}"), kept or Retention(3), f"writer of {run}")
+        patched.setattr(mirror_process, "time", script)
+        started = mirror_process.RunMirror(run, Store(f"{url}/{run.name}"), kept or Retention(3), f"writer of {run}")
         done = started.follow(script)
     found = mirror_record.read(run)
     assert done == found.is_complete

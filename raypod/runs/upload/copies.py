@@ -21,36 +21,37 @@ import traceback
 import uuid
 from collections import Counter, deque
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Collection, Deque, Dict, Iterator, List, Optional, Set
+from typing import Any, BinaryIO, Callable, Collection, Deque, Dict, Iterator, List, Mapping, Optional, Sequence, Set
 
-from raypod.errors import CheckpointDamaged, RaypodError, summarize_exception
+from typing_extensions import Protocol
+
+from raypod.errors import RaypodError, summarize_exception
 from raypod.events import CheckpointSaved, Event, RunEnded, RunStarted
 from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.runs import event_log, run_state
-from raypod.runs.callback import Callback
-from raypod.runtime.workers.fleet import Fleet
-from raypod.system.command_line import INTERRUPTED
+from raypod.runs.callback import Place
+from raypod.runs.upload.copy_folder import FOLDER, Age, CopyReceiver, Opened
+from raypod.system.command_line import INTERRUPTED, shortened
 from raypod.system.files import FilePart, parse_json, replace_file, strict_json
+from raypod.system.retries import awaited
 from raypod.training.checkpoint import storage, transfer
 from raypod.training.checkpoint.format import Checkpoint, Retention
-from raypod.training.checkpoint.transfer import (
-    FOLDER,
-    Age,
-    CheckpointSender,
-    CopyReceiver,
-    Opened,
-    Requests,
-    Server,
-    copy_hosts,
-)
+from raypod.training.checkpoint.transfer import CheckpointSender, Requests, Server
 
 _ATTEMPTS = 2  # per host and checkpoint
-_POLL_S, _QUIET_S = 0.05, 2.0
 _FLAG = "--checkpoint-copies"
 
 
-class CheckpointCopies(Callback):
+class Hosts(Protocol):
+    """The hosts of the pod, as a fleet knows them: see `Fleet.peers` and `Fleet.serve_on`."""
+
+    def peers(self) -> List[str]: ...
+
+    def serve_on(self, host: str, kind: Callable[..., Any], *arguments: Any) -> Server: ...
+
+
+class CheckpointCopies(Place):
     """The copies of one run: a context that ends the thread, to be left before the fleet is closed.
 
     `run_id` is the name of the run on other hosts, once it has begun.
@@ -59,7 +60,7 @@ class CheckpointCopies(Callback):
     def __init__(
         self,
         plan: Plan,
-        fleet: Fleet,
+        fleet: Hosts,
         warn: Callable[[str], None],
         print_line: Callable[[str], None],
         seconds_left: Callable[[], Optional[float]] = lambda: None,
@@ -103,22 +104,27 @@ class CheckpointCopies(Callback):
             self._queue(Path(event.path))
         elif isinstance(event, RunEnded):
             self._finish(is_complete=not event.interrupted)
-        while self._messages:
-            self._warn(self._messages.popleft())
+        self._show_messages()
 
-    def send_from(self, folder: Path, checkpoint: Path) -> List[str]:
-        """Copy a checkpoint of another folder, which has the files of the run, and wait until that is done.
+    def copy_to(self, folder: Path) -> None:
+        """See `Callback.copy_to`."""
+        if self.run_id:
+            _write_run_id(folder, self.run_id)
 
-        Returns the hosts that have it.
-        """
+    def send_from(self, folder: Path, checkpoint: Path) -> str:
+        """See `Place.send_from`."""
         if self._targets is None:
-            return []
+            return ""
         self._files = folder
         self._queue(checkpoint)
         self._finish(is_complete=False)
-        while self._messages:
-            self._warn(self._messages.popleft())
-        return self._held if self._newest == checkpoint else []
+        self._show_messages()
+        if self._newest != checkpoint or not self._held:
+            return ""
+        return (
+            f" on host {shortened(self._held)}: once the disk is back, `raypod up --no-restart FILE` brings it to "
+            f"{self._run_dir}; then continue with --resume {self._run_dir}"
+        )
 
     def summary(self) -> Dict[str, Any]:
         """Return the entry of `summary.json`; {} without copies."""
@@ -167,25 +173,21 @@ class CheckpointCopies(Callback):
         """Wait until the newest checkpoint is copied, at most the time for a checkpoint."""
         if self._targets is None:
             return
-        left_s, began_s, is_announced = self._seconds_left(), time.monotonic(), False
+        left_s = self._seconds_left()
         limit_s = self._timeout_s if left_s is None else min(left_s, self._timeout_s)
-        while self._is_working():
-            if time.monotonic() - began_s > limit_s:
-                self._messages.append(
-                    f"the last checkpoint is not copied to other hosts within {max(0, limit_s):.0f} s"
-                )
-                return
-            if time.monotonic() - began_s > _QUIET_S and not is_announced:
-                self._print_line(
-                    f"waiting until the last checkpoint is copied to other hosts ({limit_s:.0f} s at most)"
-                )
-                is_announced = True
-            time.sleep(_POLL_S)  # short, so that signals are handled
-        self._targets.finish(self._age if is_complete else None, self._held)
+        wait = f"waiting until the last checkpoint is copied to other hosts ({limit_s:.0f} s at most)"
+        if awaited(self._is_idle, limit_s, lambda: self._print_line(wait)):
+            self._targets.finish(self._age if is_complete else None, self._held)
+        else:
+            self._messages.append(f"the last checkpoint is not copied to other hosts within {max(0, limit_s):.0f} s")
 
-    def _is_working(self) -> bool:
+    def _is_idle(self) -> bool:
         with self._changed:
-            return self._is_busy or self._queued is not None
+            return not self._is_busy and self._queued is None
+
+    def _show_messages(self) -> None:
+        while self._messages:
+            self._warn(self._messages.popleft())
 
     def _run(self, targets: CopyTargets) -> None:
         while True:
@@ -210,25 +212,21 @@ class CheckpointCopies(Callback):
 
     def _copy(self, targets: CopyTargets, path: Path) -> None:
         """Copy a checkpoint to as many hosts as are wanted."""
-        try:
-            with open_source(self._run_dir, path, self._files) as source:
-                self._newest, self._age, self._held = path, source.age, []
-                attempts: Counter[str] = Counter()
-                while True:
-                    given_up = [host for host, count in attempts.items() if count >= _ATTEMPTS]
-                    host = targets.choose(self._held, [each for each in given_up if each not in self._held])
-                    if host is None:
-                        break
-                    attempts[host] += 1
-                    self._try(targets, host, source)
-        except (CheckpointDamaged, FileNotFoundError):
-            if storage.is_checkpoint(path):
-                raise
-            return  # it was removed: a newer one follows
-        was_short, self._is_short = self._is_short, len(self._held) + 1 < self._copies
-        if self._is_short and not was_short:
-            there = f"{len(self._held) + 1} of {self._copies} hosts"
-            self._messages.append(f"{path.name} is on {there} ({_FLAG}): no other host can keep a copy at the moment")
+        with storage.unless_removed(path), open_source(self._run_dir, path, self._files) as source:
+            self._newest, self._age, self._held = path, source.age, []
+            attempts: Counter[str] = Counter()
+            while True:
+                given_up = [host for host, count in attempts.items() if count >= _ATTEMPTS]
+                host = targets.choose(self._held, [each for each in given_up if each not in self._held])
+                if host is None:
+                    break
+                attempts[host] += 1
+                self._try(targets, host, source)
+            was_short, self._is_short = self._is_short, len(self._held) + 1 < self._copies
+            if self._is_short and not was_short:
+                there = f"{len(self._held) + 1} of {self._copies} hosts"
+                missing = "no other host can keep a copy at the moment"
+                self._messages.append(f"{path.name} is on {there} ({_FLAG}): {missing}")
 
     def _try(self, targets: CopyTargets, host: str, source: Source) -> None:
         """Copy a checkpoint to a host, or count its failure."""
@@ -265,7 +263,7 @@ class SharedDisk(Exception):
 class CopyTargets:
     """The hosts to which one run copies its checkpoints. Used by one thread, except `close`."""
 
-    def __init__(self, fleet: Fleet, folder: str, run_id: str, copies: int, timeout_s: float) -> None:
+    def __init__(self, fleet: Hosts, folder: str, run_id: str, copies: int, timeout_s: float) -> None:
         """`folder` is that of the copies of all runs; `timeout_s` is the time for a process to start on a host."""
         self._fleet, self._folder, self._run_id = fleet, folder, run_id
         self._copies, self._timeout_s = copies, timeout_s
@@ -358,6 +356,20 @@ class CopyTargets:
         self._here.close()
 
 
+def copy_hosts(peers: Sequence[str], copies: int, failures: Mapping[str, int]) -> List[str]:
+    """Return the hosts that keep copies of a checkpoint, besides the coordinator's.
+
+    A host keeps its copies until it fails: it is replaced by the next one then, and used again once the others have
+    failed as often.
+
+    Args:
+        peers: the hosts that can be used, in the order of the cluster from the coordinator's host on.
+        copies: the number of hosts that keep the checkpoint, with the coordinator's.
+        failures: how often a transfer to a host has failed.
+    """
+    return sorted(peers, key=lambda host: failures.get(host, 0))[: copies - 1]
+
+
 _LINES = ".jsonl"
 
 
@@ -388,8 +400,12 @@ def run_id(run_dir: Path) -> str:
         return str(parse_json(path.read_text())["run_id"])
     name = re.sub(r"[^A-Za-z0-9._-]", "_", run_dir.resolve().name).lstrip(".")[:60]
     chosen = f"{name or 'run'}-{uuid.uuid4().hex[:8]}"
-    replace_file(path, (json.dumps({"run_id": chosen}) + "\n").encode())
+    _write_run_id(run_dir, chosen)
     return chosen
+
+
+def _write_run_id(run_dir: Path, chosen: str) -> None:
+    replace_file(run_dir / layout.COPIES, (json.dumps({"run_id": chosen}) + "\n").encode())
 
 
 @contextlib.contextmanager

@@ -13,16 +13,15 @@ from raypod.errors import LeaseLost
 from raypod.events import TRAINS, CheckpointSaved, Event
 from raypod.plan.layout import LOGS, STORAGE, SUMMARY
 from raypod.plan.plan import Plan
-from raypod.runs.callback import Callback
-from raypod.runs.upload.mirror_record import MirrorRecord
-from raypod.runs.upload.run_mirror import add_to_summary
+from raypod.runs.callback import Place
+from raypod.runs.upload.mirror_record import MirrorRecord, add_to_summary
 from raypod.system.companion import Companion, read_state, write_state
 
 _ANSWER_S = 30.0  # for the first time
 _NAMED = 3  # names in the warning about what is not mirrored
 
 
-class Mirror(Callback):
+class Mirror(Place):
     """The mirror of a run; a context that ends it. Without `--storage-path` it does nothing."""
 
     def __init__(self, plan: Plan, warn: Callable[[str], None], print_line: Callable[[str], None]) -> None:
@@ -67,17 +66,14 @@ class Mirror(Callback):
         finally:
             self._process.kill()
 
-    def send_from(self, folder: Path) -> str:
-        """Mirror another folder of the same run and name to the same place, and wait until that is done.
-
-        Returns the URL; "" if it does not hold the newest checkpoint, or there is no mirror.
-        """
+    def send_from(self, folder: Path, checkpoint: Path) -> str:
+        """See `Place.send_from`. The folder, which has the name of the run folder, is mirrored to the same URL."""
         if self._path is None:
             return ""
         self._process.kill()
         self._process.folder = folder
         self._process.start()
-        return self.url if self._finish() else ""
+        return f": continue on another disk with --resume {self.url} --run-dir FOLDER" if self._finish() else ""
 
     def _finish(self) -> bool:
         """End the process once it has uploaded the rest, within the time; return whether the storage has everything."""

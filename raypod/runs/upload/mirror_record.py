@@ -7,8 +7,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Dict, Tuple
 
-from raypod.plan.layout import EVENTS, STORAGE
+from raypod.plan.layout import EVENTS, STORAGE, SUMMARY
 from raypod.system.companion import read_state
+from raypod.system.files import parse_json, replace_file, strict_json
 
 MOST_LINE_BYTES = 1 << 16  # of the first line of an event log
 
@@ -76,3 +77,10 @@ def is_run_of(run_dir: Path, log: bytes) -> bool:
     with contextlib.suppress(OSError), (run_dir / EVENTS).open("rb") as file:
         own = file.readline(MOST_LINE_BYTES).rstrip(b"\n")
     return line == own and b"process_started" in line
+
+
+def add_to_summary(run_dir: Path, found: MirrorRecord, url: str) -> None:
+    """Set the entry `storage` of `summary.json`. OSError or ValueError if the file cannot be read or written."""
+    path = run_dir / SUMMARY
+    content = {**parse_json(path.read_text()), "storage": found.summary(url)}
+    replace_file(path, (strict_json(content, indent=2) + "\n").encode())

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 from typing import BinaryIO, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
@@ -27,8 +26,9 @@ from raypod.system.remote.errors import StorageError
 from raypod.system.remote.store import Store
 from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.format import Checkpoint, FileRecord, Retention, checkpoints_to_remove
+from raypod.training.checkpoint.storage import MANIFEST_SHA256
 
-LATEST = f"{CHECKPOINTS}/LATEST"
+LATEST = f"{CHECKPOINTS}/{storage.LATEST}"
 
 
 class Version(NamedTuple):
@@ -138,11 +138,10 @@ class MirroredFiles:
 
 def latest_of(run_dir: Path) -> List[str]:
     """Return the name of the file that names the newest checkpoint, if there is one."""
-    return [LATEST] if (run_dir / CHECKPOINTS / "LATEST").is_file() else []
+    return [LATEST] if (run_dir / LATEST).is_file() else []
 
 
 Sizes = Dict[str, Optional[int]]  # of the files of a folder
-_HASH = "manifest.sha256"
 _ATTEMPTS = 5  # to read the two files of a manifest while it is replaced
 
 
@@ -235,10 +234,11 @@ class MirroredCheckpoints:
 
     def _read(self, name: str, sizes: Sizes) -> Optional[_Described]:
         """Return a checkpoint of the storage; None if its manifest is missing or damaged."""
-        if MANIFEST not in sizes or _HASH not in sizes:
+        if MANIFEST not in sizes or MANIFEST_SHA256 not in sizes:
             return None
         prefix = f"{CHECKPOINTS}/{name}/"
-        return _described(name, self._store.read(prefix + MANIFEST) or b"", self._store.read(prefix + _HASH) or b"")
+        manifest, hashes = (self._store.read(prefix + file) or b"" for file in (MANIFEST, MANIFEST_SHA256))
+        return _described(Path(name), manifest, hashes)
 
     def _upload(self, local: Checkpoint) -> None:
         """Upload a checkpoint; skip it if it is removed on this host before its files are open.
@@ -247,25 +247,24 @@ class MirroredCheckpoints:
         """
         name, remote = local.path.name, self._remote.get(local.path.name)
         with contextlib.ExitStack() as stack:
-            try:
+            opened: Optional[Dict[str, FilePart]] = None
+            with storage.unless_removed(local.path):
                 own = _read_local(local)
                 if remote is not None and remote.checkpoint.manifest.files == own.checkpoint.manifest.files:
                     self._replace_manifest(remote, own)
                     return
                 storage.verify(own.checkpoint)
                 opened = storage.open_files(own.checkpoint, stack)
-            except (CheckpointDamaged, FileNotFoundError):
-                if storage.is_checkpoint(local.path):
-                    raise
+            if opened is None:
                 return
             prefix = f"{CHECKPOINTS}/{name}/"
             self._check_writer()
             self._remote.pop(name, None)
-            for file in (MANIFEST, _HASH):  # from here on the checkpoint is absent until it is complete
+            for file in (MANIFEST, MANIFEST_SHA256):  # from here on the checkpoint is absent until it is complete
                 self._store.remove(prefix + file)
             self._upload_tensors(own.checkpoint, opened)
             self._check_writer()
-            self._store.write_bytes(prefix + _HASH, own.hashes)
+            self._store.write_bytes(prefix + MANIFEST_SHA256, own.hashes)
             self._store.write_bytes(prefix + MANIFEST, own.manifest)
         self._note(own)
         self._partly.pop(name, None)
@@ -286,9 +285,9 @@ class MirroredCheckpoints:
         """Replace the manifest as `storage.replace_manifest` does: both hashes are valid meanwhile."""
         prefix = f"{CHECKPOINTS}/{own.checkpoint.path.name}/"
         self._check_writer()
-        self._store.write_bytes(prefix + _HASH, before.hashes + own.hashes)
+        self._store.write_bytes(prefix + MANIFEST_SHA256, before.hashes + own.hashes)
         self._store.write_bytes(prefix + MANIFEST, own.manifest)
-        self._store.write_bytes(prefix + _HASH, own.hashes)
+        self._store.write_bytes(prefix + MANIFEST_SHA256, own.hashes)
         self._note(own)
 
     def _note(self, complete: _Described) -> None:
@@ -326,23 +325,19 @@ def _is_complete(checkpoint: Checkpoint, sizes: Sizes) -> bool:
     return all(sizes.get(name) == record.size_bytes for name, record in checkpoint.manifest.files.items())
 
 
-def _described(name: str, manifest: bytes, hashes: bytes) -> Optional[_Described]:
-    """Return a checkpoint by the content of its two files; None if they do not match."""
-    with tempfile.TemporaryDirectory(prefix="raypod-") as folder:
-        path = Path(folder, name)
-        path.mkdir()
-        (path / MANIFEST).write_bytes(manifest)
-        (path / _HASH).write_bytes(hashes)
-        try:
-            return _Described(storage.read_manifest(path), manifest, hashes)
-        except CheckpointDamaged:
-            return None
+def _described(path: Path, manifest: bytes, hashes: bytes) -> Optional[_Described]:
+    """Return the checkpoint `path` from the content of its two files; None if they do not match."""
+    try:
+        return _Described(storage.parse_manifest(path, manifest, hashes), manifest, hashes)
+    except CheckpointDamaged:
+        return None
 
 
 def _read_local(local: Checkpoint) -> _Described:
     """Return a checkpoint of this host, whose manifest may be replaced meanwhile. CheckpointDamaged otherwise."""
     for _ in range(_ATTEMPTS):
-        found = _described(local.path.name, (local.path / MANIFEST).read_bytes(), (local.path / _HASH).read_bytes())
+        manifest, hashes = ((local.path / file).read_bytes() for file in (MANIFEST, MANIFEST_SHA256))
+        found = _described(local.path, manifest, hashes)
         if found is not None:
-            return found._replace(checkpoint=Checkpoint(local.path, found.checkpoint.manifest))
-    raise CheckpointDamaged(str(local.path), f"{MANIFEST} does not match {_HASH}")
+            return found
+    raise CheckpointDamaged(str(local.path), f"{MANIFEST} does not match {MANIFEST_SHA256}")

@@ -6,7 +6,6 @@ The tensors of a checkpoint are copied when a command needs them. The copies are
 from __future__ import annotations
 
 import atexit
-import hashlib
 import shutil
 import sys
 import tempfile
@@ -26,13 +25,12 @@ from raypod.system.remote.errors import describe
 from raypod.system.remote.store import Store
 from raypod.system.retries import growing, retried
 from raypod.system.urls import RunUrl, check_url, is_url, run_url
-from raypod.training.checkpoint import storage
+from raypod.training.checkpoint import format, storage
 from raypod.training.checkpoint.format import Checkpoint
+from raypod.training.checkpoint.storage import MANIFEST_SHA256
 
 _ATTEMPTS, _FIRST_WAIT_S, _MOST_WAIT_S = 5, 0.5, 5.0
 _REREADS = 3  # if a file was replaced after its index was read
-_CHUNK_BYTES = 1 << 20
-_HASH = "manifest.sha256"
 _NOT_REPEATED = (FileNotFoundError, PermissionError, CheckpointDamaged, ConfigError)
 _PARTIAL = ".partial"
 
@@ -92,11 +90,11 @@ class RemoteRun:
         messages = []
         for name in [name for name, size in names.items() if size is None and only in (None, name)]:
             path = storage.checkpoints_folder(folder) / name
-            contents = [self._read(f"{CHECKPOINTS}/{name}/{file}") for file in (MANIFEST, _HASH)]
+            contents = [self._read(f"{CHECKPOINTS}/{name}/{file}") for file in (MANIFEST, MANIFEST_SHA256)]
             if contents[0] is None:
                 continue  # it is being uploaded, or its upload was interrupted: it is absent
             path.mkdir(parents=True)
-            for file, content in zip((MANIFEST, _HASH), contents):
+            for file, content in zip((MANIFEST, MANIFEST_SHA256), contents):
                 (path / file).write_bytes(content or b"")
             try:
                 storage.read_manifest(path)
@@ -114,7 +112,7 @@ class RemoteRun:
             if Path(file).name != file:
                 raise CheckpointDamaged(f"{self.url.run}/{CHECKPOINTS}/{name}", f"{file!r} is no file of a checkpoint")
             self._download(f"{CHECKPOINTS}/{name}/{file}", target / file, record.size_bytes + 1)
-        for file in (MANIFEST, _HASH):
+        for file in (MANIFEST, MANIFEST_SHA256):
             if target != checkpoint.path:
                 replace_file(target / file, (checkpoint.path / file).read_bytes())
         try:
@@ -181,13 +179,7 @@ class RemoteRun:
 
 
 def _content_of(path: Path) -> Content:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while True:
-            chunk = file.read(_CHUNK_BYTES)
-            if not chunk:
-                return Content(path.stat().st_size, digest.hexdigest())
-            digest.update(chunk)
+    return Content(path.stat().st_size, format.digest_of_file(path, format.SHA256))
 
 
 _WANTED = (*layout.names("resume"), layout.SUMMARY)

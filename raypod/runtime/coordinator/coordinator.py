@@ -18,7 +18,7 @@ import time
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Deque, Dict, Generator, Iterator, List, Mapping, Optional, Sequence, Set, Union, cast
+from typing import ContextManager, Deque, Dict, Generator, Iterator, List, Mapping, Optional, Sequence, Set, Union, cast
 
 from raypod.errors import CheckpointNotSaved, RaypodError
 from raypod.events import (
@@ -40,7 +40,6 @@ from raypod.plan.config import RANGE_TEST
 from raypod.plan.plan import Plan, Segment
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.run_folder import origin_of
-from raypod.runtime.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.runtime.coordinator.checkpoint_schedule import CheckpointSchedule
 from raypod.runtime.coordinator.elastic import Elastic, resize_at_start, start
 from raypod.runtime.coordinator.evaluated import combined
@@ -82,7 +81,7 @@ def run(
     resumed: Optional[Checkpoint] = None,
     earlier_evaluations: Sequence[EvaluationDone] = (),
     stop: Optional[Stop] = None,
-    copies: Optional[CheckpointCopies] = None,
+    copies: Optional[ContextManager[object]] = None,
     elsewhere: Optional[Elsewhere] = None,
 ) -> Events:
     """Run a plan on a fleet; yield the events of the run as they happen.

@@ -33,7 +33,7 @@ from raypod.training.checkpoint.format import (
     manifest_from_json,
 )
 
-_MANIFEST_SHA256, _LATEST = "manifest.sha256", "LATEST"
+MANIFEST_SHA256, LATEST = "manifest.sha256", "LATEST"
 _PARTIAL, _REMOVED = ".partial", ".removed"
 _NAME = re.compile(r"update-(\d+)$")
 _MOST_THREADS = 4  # that hash files: a checkpoint has at most four
@@ -56,7 +56,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def latest_name(run_dir: Path) -> Optional[str]:
     """Return the name of the checkpoint that was written last; None if there is none."""
-    latest = checkpoints_folder(run_dir) / _LATEST
+    latest = checkpoints_folder(run_dir) / LATEST
     return latest.read_text().strip() if latest.is_file() else None
 
 
@@ -90,12 +90,20 @@ def read_manifest(path: Path) -> Checkpoint:
         CheckpointDamaged: the manifest is missing or was changed.
     """
     try:
-        text = (path / MANIFEST).read_bytes()
-        hashes = (path / _MANIFEST_SHA256).read_text().split()[::2]
-    except (OSError, UnicodeDecodeError) as error:
+        text, hashes = ((path / name).read_bytes() for name in (MANIFEST, MANIFEST_SHA256))
+    except OSError as error:
         raise CheckpointDamaged(str(path), f"its manifest cannot be read ({error})") from None
-    if hashlib.sha256(text).hexdigest() not in hashes:
-        raise CheckpointDamaged(str(path), f"the SHA-256 of {MANIFEST} does not match {_MANIFEST_SHA256}")
+    return parse_manifest(path, text, hashes)
+
+
+def parse_manifest(path: Path, text: bytes, hashes: bytes) -> Checkpoint:
+    """Return the checkpoint `path` from the contents of its manifest and of the file with the hashes of that.
+
+    Raises:
+        CheckpointDamaged: they do not match, or the manifest cannot be parsed.
+    """
+    if hashlib.sha256(text).hexdigest().encode() not in hashes.split()[::2]:
+        raise CheckpointDamaged(str(path), f"the SHA-256 of {MANIFEST} does not match {MANIFEST_SHA256}")
     try:
         return Checkpoint(path, manifest_from_json(text))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -110,9 +118,9 @@ def replace_manifest(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """
     old, new = checkpoint.manifest.to_json(), manifest.to_json()
     # Both hashes are valid while the manifest itself is replaced.
-    files.replace_file(checkpoint.path / _MANIFEST_SHA256, _sha256_line(old) + _sha256_line(new))
+    files.replace_file(checkpoint.path / MANIFEST_SHA256, _sha256_line(old) + _sha256_line(new))
     files.replace_file(checkpoint.path / MANIFEST, new)
-    files.replace_file(checkpoint.path / _MANIFEST_SHA256, _sha256_line(new))
+    files.replace_file(checkpoint.path / MANIFEST_SHA256, _sha256_line(new))
 
 
 def make_newest(checkpoint: Checkpoint, generation: int) -> None:
@@ -131,7 +139,7 @@ def make_newest(checkpoint: Checkpoint, generation: int) -> None:
         replace_manifest(checkpoint, dataclasses.replace(checkpoint.manifest, generation=generation))
     with contextlib.suppress(OSError):  # nothing resumes from it, and the next checkpoint replaces it
         if latest_name(checkpoints.parent) != path.name:  # also if the run was killed before it could write the name
-            files.replace_file(checkpoints / _LATEST, _latest_line(path))
+            files.replace_file(checkpoints / LATEST, _latest_line(path))
 
 
 def verify(checkpoint: Checkpoint) -> None:
@@ -152,6 +160,16 @@ def verify(checkpoint: Checkpoint) -> None:
     with ThreadPoolExecutor(threads, "checkpoint-verify") as pool:
         for each in [pool.submit(_verify_hash, checkpoint.path, *item) for item in checkpoint.manifest.files.items()]:
             each.result()
+
+
+@contextlib.contextmanager
+def unless_removed(path: Path) -> Iterator[None]:
+    """End the block without an error if it fails since the checkpoint `path` was removed meanwhile."""
+    try:
+        yield
+    except (CheckpointDamaged, FileNotFoundError):
+        if is_checkpoint(path):
+            raise
 
 
 def open_files(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> Dict[str, files.FilePart]:
@@ -222,7 +240,7 @@ def new_checkpoint(checkpoints: Path, update: int) -> Iterator[Path]:
     """
     files.make_folder(checkpoints)
     _remove_leftovers(checkpoints)
-    target, latest = checkpoint_path(checkpoints, update), checkpoints / _LATEST
+    target, latest = checkpoint_path(checkpoints, update), checkpoints / LATEST
     partial, partial_latest = (path.with_name(path.name + _PARTIAL) for path in (target, latest))
     try:
         files.make_folder(partial)
@@ -248,7 +266,7 @@ def new_file(partial: Path, name: str) -> ContextManager[files.NewFile]:
 def write_manifest(partial: Path, manifest: Manifest) -> None:
     """Write the manifest of a new checkpoint, after all its other files."""
     text = manifest.to_json()
-    for name, content in ((MANIFEST, text), (_MANIFEST_SHA256, _sha256_line(text))):
+    for name, content in ((MANIFEST, text), (MANIFEST_SHA256, _sha256_line(text))):
         with new_file(partial, name) as file:
             file.write(content)
 

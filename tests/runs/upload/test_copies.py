@@ -30,8 +30,9 @@ from raypod.runs import run_folder, run_state, verify_data
 from raypod.runs.metrics import MetricsAggregator
 from raypod.runs.run_view import RunView
 from raypod.runs.sinks import Sinks
+from raypod.runs.upload.copies import CheckpointCopies
+from raypod.runs.upload.copy_folder import held_copies
 from raypod.runtime.coordinator import coordinator
-from raypod.runtime.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.runtime.workers.fleet import FleetBroken
 from raypod.runtime.workers.inline import InlineFleet
 from raypod.system import files
@@ -39,7 +40,6 @@ from raypod.training.checkpoint import resume
 from raypod.training.checkpoint.format import Checkpoint
 from raypod.training.checkpoint.resume import newest_valid
 from raypod.training.checkpoint.storage import checkpoints_folder
-from raypod.training.checkpoint.transfer import held_copies
 from tests.support.bounded import wait_until
 from tests.support.other_disks import DirectServer, Fault, Request, unchanged
 from tests.support.saved_runs import contents, save, weights_of

@@ -16,18 +16,14 @@ from raypod.errors import CheckpointDamaged
 from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.runs import run_state
-from raypod.runtime.coordinator import checkpoint_copies
+from raypod.runs.upload import copy_folder
+from raypod.runs.upload.copies import copy_hosts, open_source, send_source
+from raypod.runs.upload.copy_folder import CopyReceiver, held_copies
 from raypod.training.checkpoint import format, resume, transfer, writer
 from raypod.training.checkpoint.format import Checkpoint, Retention
 from raypod.training.checkpoint.resume import manifest_of
 from raypod.training.checkpoint.storage import checkpoint_path, checkpoints_folder, list_checkpoints
-from raypod.training.checkpoint.transfer import (
-    CheckpointFiles,
-    CheckpointReceiver,
-    CopyReceiver,
-    copy_hosts,
-    held_copies,
-)
+from raypod.training.checkpoint.transfer import CheckpointFiles, CheckpointReceiver
 from tests.support.faulty_disks import FaultyDisk, Killed
 from tests.support.other_disks import DirectServer, Fault, Request, unchanged
 from tests.support.saved_runs import contents, save
@@ -147,7 +143,7 @@ def test_only_files_of_a_checkpoint_or_of_a_run_are_written(tmp_path: Path) -> N
             receiver.write_file(name, b"")
     receiver.close()
     assert not (tmp_path / RUN).exists()
-    assert transfer.copy_name((1, 4)) == "000001-00000004"
+    assert copy_folder.copy_name((1, 4)) == "000001-00000004"
 
 
 def test_a_fetched_checkpoint_is_the_same_or_an_error(make: Make, tmp_path: Path, algorithm: str) -> None:
@@ -202,8 +198,8 @@ def saved(plan: Plan, update: int, generation: int = 1) -> Checkpoint:
 
 def send_copy(checkpoint: Checkpoint, receiver: CopyReceiver, fault: Fault = unchanged) -> DirectServer:
     server = DirectServer(receiver, fault)
-    with checkpoint_copies.open_source(checkpoint.path.parent.parent, checkpoint.path) as source:
-        checkpoint_copies.send_source(server, source, RUN, 60, lambda: False)
+    with open_source(checkpoint.path.parent.parent, checkpoint.path) as source:
+        send_source(server, source, RUN, 60, lambda: False)
     return server
 
 
