@@ -210,7 +210,7 @@ class Training:
         reporter, warn, print_line = self._reporter, self._reporter.warn, self._reporter.print_line
         status = self._view = RunStatus(plan, fleet.heartbeats, self._known)
         copies = CheckpointCopies(plan, fleet, warn, print_line, stop.seconds_left)
-        mirror, sinks = Mirror(plan, warn, print_line), Sinks(plan, warn)
+        mirror, sinks = Mirror(plan, warn, print_line, stop.seconds_left), Sinks(plan, warn)
         self._sinks = sinks
         resumed = self._run.found.checkpoint if self._run.found else None
         known, elsewhere = self._known, self._elsewhere
@@ -238,7 +238,7 @@ class Training:
             state,
             Rescue(self._run, elsewhere, copies, mirror, warn, self._callbacks),
             conclusion,
-            TrackerProcesses(plan, warn, started_unix_s),
+            TrackerProcesses(plan, warn, print_line, started_unix_s, stop.seconds_left),
             mirror,
         ], events
 

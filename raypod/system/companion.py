@@ -59,16 +59,21 @@ class Companion(Generic[S]):
     module: str
     arguments: Sequence[str]  # after the run folder
     timeout_s: float  # for the rest, once the run has ended
+    setting: str  # the flag of that
     state_file: str
     log_file: str
     state: S  # which the process has remembered last
     show: Callable[[str], None]
+    print_line: Callable[[str], None]
+    seconds_left: Callable[[], Optional[float]]  # until the process of the run must end; None for no limit
     has_warned: bool = False
     process: Optional[subprocess.Popen[bytes]] = None
     started_s: float = 0.0
     _starts: int = 0
     _looked_s: float = 0.0
     _until_s: float = 0.0
+    limit_s: float = 0.0  # for the rest, once the run has ended, and the flag that sets it
+    limit: str = ""
 
     def start(self) -> None:
         """Start the process with what that of an earlier start of the run has remembered."""
@@ -108,18 +113,23 @@ class Companion(Generic[S]):
             self._start_process()
         for line in lines:
             self.send(line)
-        self._until_s = time.monotonic() + self.timeout_s
+        left_s = self.seconds_left()
+        self.limit_s, self.limit = self.timeout_s, f"{self.setting} {self.timeout_s:g}"
+        if left_s is not None and left_s < self.timeout_s:
+            self.limit_s, self.limit = max(0.0, left_s), "--preemption-grace-s"
+        self._until_s = time.monotonic() + self.limit_s
         if self.process is not None and self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
 
-    def is_complete(self, on_wait: Callable[[], None] = lambda: None) -> bool:
-        """Await the process until its time is over; return whether it has done everything.
+    def is_complete(self) -> bool:
+        """Await the process until its time is over, with a line; return whether it has done everything.
 
-        What it remembers does not tell: that of an earlier start may have ended meanwhile. `on_wait` is called once if
-        that takes longer than 2 s.
+        What it remembers does not tell: that of an earlier start may have ended meanwhile.
         """
-        awaited(self._has_ended, self._until_s - time.monotonic(), on_wait)
+        limit = f"{self.limit_s:.3g} s at most; Ctrl-C ends the wait"
+        wait = f"waiting until {self.name} has the rest of the run ({limit})"
+        awaited(self._has_ended, self._until_s - time.monotonic(), lambda: self.print_line(wait))
         self.state = read_state(self.folder / self.state_file, self.state)
         return self.process is not None and self.process.poll() == 0
 

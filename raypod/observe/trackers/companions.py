@@ -23,8 +23,18 @@ from raypod.system.companion import Companion, read_state
 class TrackerProcesses(Callback):
     """The processes of the trackers of a run; a context that ends them. It records nothing by itself."""
 
-    def __init__(self, plan: Plan, warn: Callable[[str], None], started_unix_s: float) -> None:
-        """`started_unix_s` is the time of day from which the times in metrics.jsonl count."""
+    def __init__(
+        self,
+        plan: Plan,
+        warn: Callable[[str], None],
+        print_line: Callable[[str], None],
+        started_unix_s: float,
+        seconds_left: Callable[[], Optional[float]] = lambda: None,
+    ) -> None:
+        """`started_unix_s` is the time of day from which the times in metrics.jsonl count.
+
+        `seconds_left` returns the time until this process must end; None for no limit.
+        """
         run, self._end = plan.config.run, INTERRUPTED
         flags = [f"--artifacts={run.tracker_artifacts}", f"--started-unix-s={started_unix_s}"]
         self._processes = [
@@ -35,10 +45,13 @@ class TrackerProcesses(Callback):
                 "raypod.observe.trackers.process",
                 [name, *flags],
                 run.tracker_timeout_s,
+                "--tracker-timeout-s",
                 f"{TRACKERS}/{file_name(name)}.json",
                 f"{LOGS}/tracker-{file_name(name)}.log",
                 TrackerRecord(),
                 warn,
+                print_line,
+                seconds_left,
             )
             for name in run.trackers or ()
             if name != "tensorboard"  # which the sinks write
@@ -71,7 +84,7 @@ class TrackerProcesses(Callback):
         for each in started:
             if not each.is_complete():
                 reason = f": {each.state.error}" if each.state.error else ""
-                each.warn(f"has not recorded the whole run within {each.timeout_s:g} s (--tracker-timeout-s){reason}")
+                each.warn(f"has not recorded the whole run within {each.limit_s:.3g} s ({each.limit}){reason}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,8 +24,15 @@ _NAMED = 3  # names in the warning about what is not mirrored
 class Mirror(Place):
     """The mirror of a run; a context that ends it. Without `--storage-path` it does nothing."""
 
-    def __init__(self, plan: Plan, warn: Callable[[str], None], print_line: Callable[[str], None]) -> None:
-        run, metric, self._print_line = plan.config.run, plan.best_metric, print_line
+    def __init__(
+        self,
+        plan: Plan,
+        warn: Callable[[str], None],
+        print_line: Callable[[str], None],
+        seconds_left: Callable[[], Optional[float]] = lambda: None,
+    ) -> None:
+        """`seconds_left` returns the time until this process must end; None for no limit."""
+        run, metric = plan.config.run, plan.best_metric
         self._path, self._is_started = run.storage_path, False
         self.url = f"{self._path}/{Path(plan.run_dir).resolve().name}"  # of the run on the storage
         arguments = [str(self._path), f"--keep={run.keep_remote or run.keep_checkpoints}", f"--metric={metric.name}"]
@@ -37,10 +44,13 @@ class Mirror(Place):
             "raypod.runs.upload.process",
             arguments,
             run.storage_timeout_s,
+            "--storage-timeout-s",
             STORAGE,
             f"{LOGS}/storage.log",
             MirrorRecord(),
             warn,
+            print_line,
+            seconds_left,
         )
 
     def on_event(self, event: Event) -> None:
@@ -80,19 +90,14 @@ class Mirror(Place):
         mirror = self._process
         try:
             mirror.begin_end()
-            is_complete = mirror.is_complete(self._show_wait)
+            is_complete = mirror.is_complete()
         except KeyboardInterrupt:
             self._record_missing("the wait for it was interrupted")
             raise
         if not is_complete:
-            self._record_missing(f"--storage-timeout-s {mirror.timeout_s:g}")
+            self._record_missing(mirror.limit)
         mirror.kill()
         return is_complete
-
-    def _show_wait(self) -> None:
-        mirror = self._process
-        limit = f"{mirror.timeout_s:g} s at most; Ctrl-C ends the wait"
-        self._print_line(f"waiting until {mirror.name} has the rest of the run ({limit})")
 
     def _record_missing(self, cause: str) -> None:
         """End the process, and record and show what the storage does not hold."""
@@ -110,6 +115,6 @@ class Mirror(Place):
         reason = f": {found.last_error}" if found.last_error else ""
         missing = f"does not hold {names} at the end of the run ({cause}){reason}"
         if mirror.has_warned:
-            self._print_line(f"{mirror.name} {missing}")
+            mirror.print_line(f"{mirror.name} {missing}")
         else:
             mirror.warn(missing)

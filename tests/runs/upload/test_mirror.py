@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 
@@ -38,7 +38,9 @@ IDLE = PhaseBegun("training", 0)
 class Mirrored(FakeProcesses):
     """A mirror with a scripted clock, its processes, its warnings and its lines."""
 
-    def __init__(self, make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, **run: Any) -> None:
+    def __init__(
+        self, make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, left_s: Optional[float] = None, **run: Any
+    ) -> None:
         super().__init__(monkeypatch)
         monkeypatch.setattr(mirror_module, "time", self.clock)
         self.warnings: List[str] = []
@@ -46,7 +48,7 @@ class Mirrored(FakeProcesses):
         plan = make(run={"storage_path": "file:///remote", "storage_timeout_s": 9, **run})
         self.folder = Path(plan.run_dir)
         (self.folder / "summary.json").write_text("{}")
-        self.mirror = Mirror(plan, self.warnings.append, self.lines.append)
+        self.mirror = Mirror(plan, self.warnings.append, self.lines.append, lambda: left_s)
 
     def __enter__(self) -> Mirrored:
         self.mirror.__enter__()
@@ -109,6 +111,16 @@ def test_a_process_that_hangs_costs_one_warning_and_the_time_limit(mirrored: Mak
     missing = "everything since the last upload"
     assert line == f"storage file:///remote/run does not hold {missing} at the end of the run (--storage-timeout-s 9)"
     assert run.stored()["not_mirrored"] == [missing]
+
+
+def test_before_an_enforced_end_what_is_missing_is_recorded(mirrored: Make) -> None:
+    with mirrored(left_s=3.0) as run:
+        run.look(0.5, place="x", pending=("a",))
+        began_s = run.now_s
+    assert run.now_s - began_s == pytest.approx(3.0, abs=0.06)
+    assert run.lines[0].endswith("has the rest of the run (3 s at most; Ctrl-C ends the wait)")
+    assert "run does not hold a at the end of the run (--preemption-grace-s); see" in run.warnings[0]
+    assert run.stored()["not_mirrored"] == ["a"]
 
 
 def test_an_error_is_one_warning_and_in_the_end_a_line_names_what_is_missing(mirrored: Make) -> None:
