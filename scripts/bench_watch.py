@@ -243,6 +243,8 @@ def main() -> None:
     parser.add_argument("--per-core", type=int, help="processes per core, with several instances each")
     parser.add_argument("--no-template", action="store_true", help="start the processes without raypod's template")
     args = parser.parse_args()
+    if args.per_core is not None and args.per_core < 1:
+        parser.error(f"--per-core {args.per_core}: must be at least 1")
     receivers: Dict[str, Receive] = {"raypod": by_watch}
     if args.baseline:
         receivers["one message per wait"] = one_message_per_wait
