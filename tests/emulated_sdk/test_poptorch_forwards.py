@@ -195,6 +195,18 @@ def test_a_context_variable_of_a_forward_reaches_neither_other_replicas_nor_the_
     contextvars.copy_context().run(count)  # the compilation sets it
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_wrapped_model_is_called_by_layers_on_the_host_but_not_in_a_forward(is_compiled):
+    inner = poptorch.inferenceModel(Apply(lambda x: 2 * x), options())
+    if is_compiled:
+        inner(torch.ones(1))
+    for call in (inner, inner.compile):
+        rejects(poptorch.Error, "called in the forward of another one", on_device, call, torch.ones(1))
+    layer = poptorch.CPU(Apply(inner), "inner")
+    model = poptorch.inferenceModel(Apply(lambda x: layer(x + 0 * torch.rand(1)) + 1), options())
+    assert [model(torch.ones(1)).tolist() for _ in range(2)] == [[3], [3]]
+
+
 def through_a_closure():
     base = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     recurrent, scale = nn.LSTM(4, 3), nn.Parameter(torch.ones(3))

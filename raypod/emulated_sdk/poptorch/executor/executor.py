@@ -14,7 +14,7 @@ from poptorch._args_parser import ArgsParser
 from poptorch.device.compile.arguments import Arguments, BatchLayout
 from poptorch.device.execute.calls import at_a_lost_peer, hold_interpreter_lock
 from poptorch.device.execute.program import Program, TrainingProgram
-from poptorch.device_mode import caller_modes_disabled
+from poptorch.device_mode import caller_modes_disabled, is_on_device
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.environment import VERSION, logger
 from poptorch.errors import Error
@@ -85,13 +85,14 @@ class PoplarExecutor(ReplicaState):
 
         Raises:
             AssertionError: `ConnectionType.Never` is set, or the batch dimension does not divide.
-            Error: the arguments differ from the compiled ones.
+            Error: the arguments differ from the compiled ones, or the caller is the forward of another model.
         """
         never = self._options.connection_type == ConnectionType.Never
         assert not never, (
             "Trying to run a model on an offline device (ConnectionType.Never): use model.compile(inputs) instead of "
             "model(inputs)"
         )
+        _check_not_in_forward()
         if not findings.is_active():
             return self._call(args, kwargs)
         limit_s = compile_context.host_sync_timeout_s(self._options)
@@ -123,6 +124,7 @@ class PoplarExecutor(ReplicaState):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these arguments without running. A second compilation only warns."""
+        _check_not_in_forward()
         if self._program is not None:
             logger.warning("compile: the model is compiled already; the call has no effect")
             return
@@ -361,6 +363,14 @@ class PoplarExecutor(ReplicaState):
         if versions != self._uploaded and self._program is not None:
             self._program.upload()
         self._uploaded = versions
+
+
+def _check_not_in_forward() -> None:
+    if is_on_device():
+        raise Error(
+            "A wrapped model is called in the forward of another one, whose tensors have no values when it is "
+            "compiled: call its module there, executor.model"
+        )
 
 
 _ITERATIONS = (
