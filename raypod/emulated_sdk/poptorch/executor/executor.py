@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -55,6 +56,7 @@ class PoplarExecutor(ReplicaState):
         options = chosen_options(options, training)
         super().__init__(options)
         self._model = model
+        self._lock = threading.RLock()  # of calls: the SDK executes one at a time, as it holds the interpreter lock
         self._args_parser = ArgsParser(model)  # programs change or replace it, which has no effect here
         self._user_model = model if user_model is None else user_model
         self._training = training
@@ -104,23 +106,24 @@ class PoplarExecutor(ReplicaState):
         return findings.end_program(call_s=call_s, compile_s=self._compilation_s, micro_batches=micro_batches)
 
     def _call(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
-        if self._program is None:
-            self.compile(*args, **kwargs)
-        program = self._compiled()
-        if not self._is_attached:
-            self.attachToDevice()
-        tensors = program.arguments.tensors(args, kwargs)
-        if self._training:
-            host_state.upload_optimizer_if_newer(self._optimizer, program)
-            self._device_is_newer = True
-        else:
-            self._upload_trained()
-        with caller_modes_disabled(), Substitutions(), self._profiling.tracepoint("modelExecution"):
-            with at_a_lost_peer():
-                result = program.run(tensors)
-            hold_interpreter_lock(CALL_S)
-        host_state.mark_step(self._optimizer)
-        return result
+        with self._lock:
+            if self._program is None:
+                self.compile(*args, **kwargs)
+            program = self._compiled()
+            if not self._is_attached:
+                self.attachToDevice()
+            tensors = program.arguments.tensors(args, kwargs)
+            if self._training:
+                host_state.upload_optimizer_if_newer(self._optimizer, program)
+                self._device_is_newer = True
+            else:
+                self._upload_trained()
+            with caller_modes_disabled(), Substitutions(), self._profiling.tracepoint("modelExecution"):
+                with at_a_lost_peer():
+                    result = program.run(tensors)
+                hold_interpreter_lock(CALL_S)
+            host_state.mark_step(self._optimizer)
+            return result
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these arguments without running. A second compilation only warns."""
@@ -354,7 +357,8 @@ class PoplarExecutor(ReplicaState):
         """Make other executors that train these tensors fetch them, and return the versions that the host then has."""
         executors = {executor_of(type(tensor)) for tensor in host_tensors(self._model)} - {None, self}
         for executor in executors:
-            executor.copyWeightsToHostIfNeeded()
+            with executor._lock:  # after a whole call, if another thread calls it
+                executor.copyWeightsToHostIfNeeded()
         return tuple(sorted(executor._weights_version for executor in executors))
 
     def _upload_trained(self) -> None:
