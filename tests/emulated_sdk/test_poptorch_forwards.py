@@ -135,6 +135,19 @@ def test_a_checkpoint_recomputes_with_the_same_random_numbers(use_reentrant):
     assert torch.equal(weight_of(checkpointed), weight_of(lambda part, x: part(x)))
 
 
+@pytest.mark.filterwarnings("ignore:poptorch. inputs that require a gradient")
+def test_inputs_that_require_gradients_change_in_the_callers_tensor():
+    inputs = [torch.ones(2), nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True) * 1]
+    with torch.no_grad():
+        inputs.append(torch.ones(4)[::2])
+    with torch.inference_mode():
+        inputs.append(torch.ones(2))
+    model = poptorch.inferenceModel(Apply(lambda x: x.add_(1)), options(2))
+    for x in inputs:
+        model(x)
+        assert x.detach().tolist() == [2, 2]
+
+
 def test_inputs_change_in_the_callers_tensor_and_parameters_of_all_branches_are_reduced():
     x = torch.tensor([1.0, 2.0])
     trained(before(lambda line, x: x.add_(1)), x, opts=options(accumulation=2))
