@@ -11,9 +11,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 import types
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import poptorch
 import pytest
@@ -194,6 +196,41 @@ def test_inference_uses_weights_trained_on_the_same_module_or_executor():
     assert (inference.training, model.training) == (False, True)
     with pytest.raises(poptorch.Error, match="leave it as its default value"):
         poptorch.inferenceModel(Line(), options(accumulation=2))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_threads_that_call_a_model_wait_for_each_other(replicas):
+    def twice(model, x):
+        model.last = x
+        time.sleep(0.001)  # other threads run
+        return x + model.last
+
+    model = poptorch.inferenceModel(Apply(twice, last=None), options(replicas))
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(model, [torch.full((replicas,), float(number)) for number in range(16)]))
+    assert [result.tolist() for result in results] == [[2.0 * number] * replicas for number in range(16)]
+
+
+def test_a_thread_that_evaluates_a_model_in_training_gets_the_weights_after_a_whole_call():
+    class Weights(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(20)])
+
+        def forward(self, x):
+            return torch.cat(list(self.weights)), poptorch.identity_loss(sum(self.weights) * x, "sum")
+
+    model = Weights()
+    training, inference = wrapped(model, options(iterations=200)), poptorch.inferenceModel(model, options())
+    x = torch.ones(200)
+    training(x)
+    with ThreadPoolExecutor(1) as threads:
+        calls = threads.submit(lambda: [training(x) for _ in range(3)])
+        while not calls.done():
+            weights = inference(torch.ones(1))[0]
+            updates = {round(weight / -0.1) for weight in weights.tolist()}
+            assert [count % 200 for count in updates] == [0]
+        calls.result()
 
 
 def test_hooks_run_and_the_progress_bar_is_optional_and_closed_by_a_failure(capsys):

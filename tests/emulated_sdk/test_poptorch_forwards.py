@@ -135,6 +135,19 @@ def test_a_checkpoint_recomputes_with_the_same_random_numbers(use_reentrant):
     assert torch.equal(weight_of(checkpointed), weight_of(lambda part, x: part(x)))
 
 
+@pytest.mark.filterwarnings("ignore:poptorch. inputs that require a gradient")
+def test_inputs_that_require_gradients_change_in_the_callers_tensor():
+    inputs = [torch.ones(2), nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True) * 1]
+    with torch.no_grad():
+        inputs.append(torch.ones(4)[::2])
+    with torch.inference_mode():
+        inputs.append(torch.ones(2))
+    model = poptorch.inferenceModel(Apply(lambda x: x.add_(1)), options(2))
+    for x in inputs:
+        model(x)
+        assert x.detach().tolist() == [2, 2]
+
+
 def test_inputs_change_in_the_callers_tensor_and_parameters_of_all_branches_are_reduced():
     x = torch.tensor([1.0, 2.0])
     trained(before(lambda line, x: x.add_(1)), x, opts=options(accumulation=2))
@@ -193,6 +206,18 @@ def test_a_context_variable_of_a_forward_reaches_neither_other_replicas_nor_the_
         assert [seen.get() for _ in range(20 * replicas)] == [_setting.get()] * 20 * replicas
 
     contextvars.copy_context().run(count)  # the compilation sets it
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_wrapped_model_is_called_by_layers_on_the_host_but_not_in_a_forward(is_compiled):
+    inner = poptorch.inferenceModel(Apply(lambda x: 2 * x), options())
+    if is_compiled:
+        inner(torch.ones(1))
+    for call in (inner, inner.compile):
+        rejects(poptorch.Error, "called in the forward of another one", on_device, call, torch.ones(1))
+    layer = poptorch.CPU(Apply(inner), "inner")
+    model = poptorch.inferenceModel(Apply(lambda x: layer(x + 0 * torch.rand(1)) + 1), options())
+    assert [model(torch.ones(1)).tolist() for _ in range(2)] == [[3], [3]]
 
 
 def through_a_closure():

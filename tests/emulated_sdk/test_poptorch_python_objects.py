@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import types
 import weakref
 from collections import deque
@@ -11,8 +12,9 @@ import poptorch
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
-from tests.support.poptorch_models import Apply, Line, options, trained, wrapped
+from tests.support.poptorch_models import Apply, Line, options, seeded, trained, wrapped
 
 COUNT = [0]
 total = 0
@@ -219,6 +221,33 @@ def test_caches_and_traces_in_other_formats_show_once_and_layers_on_the_host_in_
     model = Apply(forward, convolution=convolution, calls=[])
     poptorch.inferenceModel(model, options())(torch.zeros(1, 512, 4, 4))
     assert (len(calls), len(model.calls)) == (1, 1)
+
+
+def test_replicas_do_not_share_the_cache_of_parametrizations(monkeypatch):
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = parametrize.register_parametrization(nn.Linear(2, 2), "weight", Doubled())
+
+        def forward(self, x):
+            with parametrize.cached():
+                y = self.linear(self.linear(x))
+                time.sleep(0.002)  # other replicas run
+            return poptorch.identity_loss(y * y, "mean")
+
+    def weight(at_a_time):
+        monkeypatch.setenv("EMULATED_POD_REPLICAS_AT_A_TIME", at_a_time)
+        model = seeded(Cached)
+        training = wrapped(model, options(2, accumulation=4))
+        for _ in range(2):
+            training(torch.arange(16.0).view(8, 2) / 16)
+        return model.linear.parametrizations.weight.original.detach()
+
+    assert torch.equal(weight("2"), weight("1"))
 
 
 def test_objects_that_raise_for_unknown_attributes_or_are_gone_are_left_alone():

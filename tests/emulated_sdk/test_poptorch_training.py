@@ -230,6 +230,24 @@ def test_threads_and_their_cpus_change_no_bit(monkeypatch):
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
+@pytest.mark.parametrize("at_a_time", ["1", "2"])
+def test_an_autocast_in_forward_casts_the_present_weights(at_a_time, monkeypatch):
+    class Cast(nn.Linear):
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = super().forward(super().forward(x).relu())  # the weight is used twice
+            return poptorch.identity_loss(y.float() ** 2, "mean")
+
+    def weight(iterations):
+        training = wrapped(seeded(functools.partial(Cast, 4, 4)), options(2, 2, iterations), lr=0.5)
+        for part in torch.randn(96, 4, generator=torch.Generator().manual_seed(1)).split(4 * iterations):
+            training(part)
+        return training.model.weight.detach()
+
+    monkeypatch.setenv(AT_A_TIME, at_a_time)
+    assert torch.equal(weight(iterations=4), weight(iterations=1))
+
+
 def test_short_work_runs_in_the_callers_thread():
     threads = ReplicaThreads(2)
 

@@ -161,8 +161,12 @@ def off_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def caller_modes_disabled() -> Iterator[None]:
-    """Context without the modes of the caller's thread, which replicas in other threads would not have."""
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+    """Context without the modes of the caller's thread, which replicas in other threads would not have.
+
+    An autocast in a forward caches no casts: torch's cache is one for all threads, and ends with the outermost
+    autocast, which is this one, so that it would have weights before their update.
+    """
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False, cache_enabled=False):
         yield
 
 

@@ -36,6 +36,7 @@ from typing import (
 )
 
 import torch
+from torch.nn.utils import parametrize
 
 # One for all programs, as they may share objects. Reentrant: a layer on the host may run another model.
 _lock = threading.RLock()
@@ -87,6 +88,7 @@ class TracedState:
         own = {id(node.owner) for node in self._host.values()}
         self._shared = {path for path, saved in self._copy.items() if id(saved.node.owner) in own}
         self._pairs = [*zip(copy.modules(), host.modules()), *((tensor, original) for original, tensor in tensors)]
+        self._parametrize_cache = parametrize._cache
 
     def undo(self) -> None:
         """Undo the changes of the objects that the copy shares with the program."""
@@ -97,8 +99,10 @@ class TracedState:
     def changes(self) -> Changes:
         """Return what has changed since."""
         changed = [path for path, saved in self._copy.items() if saved.has_changed()]
+        # `parametrize.cached()` ends with a new cache. There is one for all threads.
+        has_cached = parametrize._cache is not self._parametrize_cache
         if not changed:
-            return Changes((), None, [], [])
+            return Changes((), SharedObjects([]) if has_cached else None, [], [])
         hosts, tensors = _Hosts(self._pairs), []
         for path, content in self._before.items():
             if path in self._copy:
@@ -111,7 +115,7 @@ class TracedState:
         ]
         shared = [(self._copy[path].node, self._copy[path].content) for path in changed if path in self._shared]
         copied = tuple(path for path in changed if path not in self._shared)
-        return Changes(copied, SharedObjects(shared) if shared else None, seen, tensors)
+        return Changes(copied, SharedObjects(shared) if shared or has_cached else None, seen, tensors)
 
 
 class _Hosts:

@@ -119,6 +119,9 @@ _warned_places: Set[str] = set()
 def replaced() -> Iterator[None]:
     """Context in which this thread compiles, and the functions of `torch` are replaced for all others."""
     thread = threading.current_thread()
+    if threading.get_ident() in _compiling:  # a layer on the host has called another model
+        yield
+        return
     with _lock:
         if not _compiling:
             for name in _NAMES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -14,7 +15,7 @@ from poptorch._args_parser import ArgsParser
 from poptorch.device.compile.arguments import Arguments, BatchLayout
 from poptorch.device.execute.calls import at_a_lost_peer, hold_interpreter_lock
 from poptorch.device.execute.program import Program, TrainingProgram
-from poptorch.device_mode import caller_modes_disabled
+from poptorch.device_mode import caller_modes_disabled, is_on_device
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.environment import VERSION, logger
 from poptorch.errors import Error
@@ -55,6 +56,7 @@ class PoplarExecutor(ReplicaState):
         options = chosen_options(options, training)
         super().__init__(options)
         self._model = model
+        self._lock = threading.RLock()  # of calls: the SDK executes one at a time, as it holds the interpreter lock
         self._args_parser = ArgsParser(model)  # programs change or replace it, which has no effect here
         self._user_model = model if user_model is None else user_model
         self._training = training
@@ -85,13 +87,14 @@ class PoplarExecutor(ReplicaState):
 
         Raises:
             AssertionError: `ConnectionType.Never` is set, or the batch dimension does not divide.
-            Error: the arguments differ from the compiled ones.
+            Error: the arguments differ from the compiled ones, or the caller is the forward of another model.
         """
         never = self._options.connection_type == ConnectionType.Never
         assert not never, (
             "Trying to run a model on an offline device (ConnectionType.Never): use model.compile(inputs) instead of "
             "model(inputs)"
         )
+        _check_not_in_forward()
         if not findings.is_active():
             return self._call(args, kwargs)
         limit_s = compile_context.host_sync_timeout_s(self._options)
@@ -103,26 +106,28 @@ class PoplarExecutor(ReplicaState):
         return findings.end_program(call_s=call_s, compile_s=self._compilation_s, micro_batches=micro_batches)
 
     def _call(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
-        if self._program is None:
-            self.compile(*args, **kwargs)
-        program = self._compiled()
-        if not self._is_attached:
-            self.attachToDevice()
-        tensors = program.arguments.tensors(args, kwargs)
-        if self._training:
-            host_state.upload_optimizer_if_newer(self._optimizer, program)
-            self._device_is_newer = True
-        else:
-            self._upload_trained()
-        with caller_modes_disabled(), Substitutions(), self._profiling.tracepoint("modelExecution"):
-            with at_a_lost_peer():
-                result = program.run(tensors)
-            hold_interpreter_lock(CALL_S)
-        host_state.mark_step(self._optimizer)
-        return result
+        with self._lock:
+            if self._program is None:
+                self.compile(*args, **kwargs)
+            program = self._compiled()
+            if not self._is_attached:
+                self.attachToDevice()
+            tensors = program.arguments.tensors(args, kwargs)
+            if self._training:
+                host_state.upload_optimizer_if_newer(self._optimizer, program)
+                self._device_is_newer = True
+            else:
+                self._upload_trained()
+            with caller_modes_disabled(), Substitutions(), self._profiling.tracepoint("modelExecution"):
+                with at_a_lost_peer():
+                    result = program.run(tensors)
+                hold_interpreter_lock(CALL_S)
+            host_state.mark_step(self._optimizer)
+            return result
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these arguments without running. A second compilation only warns."""
+        _check_not_in_forward()
         if self._program is not None:
             logger.warning("compile: the model is compiled already; the call has no effect")
             return
@@ -352,7 +357,8 @@ class PoplarExecutor(ReplicaState):
         """Make other executors that train these tensors fetch them, and return the versions that the host then has."""
         executors = {executor_of(type(tensor)) for tensor in host_tensors(self._model)} - {None, self}
         for executor in executors:
-            executor.copyWeightsToHostIfNeeded()
+            with executor._lock:  # after a whole call, if another thread calls it
+                executor.copyWeightsToHostIfNeeded()
         return tuple(sorted(executor._weights_version for executor in executors))
 
     def _upload_trained(self) -> None:
@@ -361,6 +367,14 @@ class PoplarExecutor(ReplicaState):
         if versions != self._uploaded and self._program is not None:
             self._program.upload()
         self._uploaded = versions
+
+
+def _check_not_in_forward() -> None:
+    if is_on_device():
+        raise Error(
+            "A wrapped model is called in the forward of another one, whose tensors have no values when it is "
+            "compiled: call its module there, executor.model"
+        )
 
 
 _ITERATIONS = (

@@ -79,7 +79,7 @@ class CallTransaction:
         """
         for replica in self._replicas:
             for host, device in replica.changed_inputs:
-                with torch.no_grad(), torch.inference_mode(host.is_inference()):
+                with torch.inference_mode(host.is_inference()), torch.no_grad():  # False enables gradients
                     host.copy_(device)
             replica.changed_inputs.clear()
 

@@ -293,6 +293,7 @@ class _ThreadState:
 def _begin_thread(threads: int, cpus: List[int]) -> None:
     """Set the intra-op threads of the present thread, and the CPUs of it and of the threads that it starts."""
     torch.set_num_threads(threads)
+    torch.set_autocast_cache_enabled(False)  # as `caller_modes_disabled`
     if cpus:
         os.sched_setaffinity(0, cpus)
 

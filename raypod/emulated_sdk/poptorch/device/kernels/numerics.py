@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from poptorch.device_mode import is_in_host_layer
 from poptorch.options import Options
 
-# torch's CPU generator belongs to the process, so forwards that draw numbers run one after the other.
-_generator_lock = threading.Lock()
+# torch's CPU generator belongs to the process, so forwards that draw numbers run one after the other. A layer on the
+# host, within such a forward, may call another model.
+_generator_lock = threading.RLock()
 
 
 @contextlib.contextmanager
