@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optional, Set, Tuple, Union
 
 import numpy as np
 
@@ -426,6 +426,9 @@ class StreamedShards:
         except Exception as error:  # noqa: BLE001 - storage libraries raise many exception types
             cause = str(error) if isinstance(error, DamagedShard) else describe(error)
             raise ConfigError(f"--data-dir: cannot read {path}: {cause}") from None
+
+
+Packed = Union[shards.PackedFolder, StreamedShards]  # what `raypod pack` has written
 
 
 def _unusable(url: str, shard: Shard, cause: str) -> ConfigError:
