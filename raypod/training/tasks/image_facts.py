@@ -48,9 +48,9 @@ def _check_model(config: Config) -> None:
     if norm != "batch" and name in ("tiny", *VISION_TRANSFORMERS):
         raise ConfigError(f"--norm {norm} replaces BatchNorm, and {name} has none: omit it")
     if name.startswith(TIMM):
-        from raypod.training.models.networks import check_timm  # imports torch
+        from raypod.training.models.networks import timm_with  # imports torch
 
-        check_timm(name)
+        timm_with(name)
     elif name.startswith(TORCHVISION):
         from raypod.training.models.library_models import check_torchvision  # as above
 
