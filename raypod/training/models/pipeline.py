@@ -355,7 +355,8 @@ def _units(
     seen = set() if seen is None else seen
     for own, child in module.named_children():
         name = f"{prefix}{own}"
-        is_divided = any(10 * _parameters(each) > 9 * _parameters(child) for each in _sequences(child))
+        sequences = (each for each in (child, *child.children()) if isinstance(each, (nn.Sequential, nn.ModuleList)))
+        is_divided = any(10 * _parameters(each) > 9 * _parameters(child) for each in sequences)
         is_divided = f"{layers}.".startswith(f"{name}.") or (is_divided and prefix != f"{layers}.")
         if any(child.named_children()) and is_divided:
             yield from _units(child, layers, f"{name}.", seen)
@@ -372,11 +373,6 @@ def _layer_list(network: nn.Module) -> str:
         if len({type(child) for child in children}) == 1 and len(children) > longest:
             found, longest = name, len(children)
     return found
-
-
-def _sequences(module: nn.Module) -> List[nn.Module]:
-    """Return the module and its children, as far as they are sequences."""
-    return [each for each in (module, *module.children()) if isinstance(each, (nn.Sequential, nn.ModuleList))]
 
 
 def _parameters(module: nn.Module) -> int:
