@@ -166,7 +166,6 @@ def download(archive: Archive, root: Path, timeout_s: float) -> None:
 
 
 def _fetch(archive: Archive, root: Path) -> None:
-
     sys.stderr.write(f"downloading {archive.url} to {root}\n")
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=str(root)))
     try:

@@ -26,16 +26,8 @@ _SUFFIXES = (".txt", ".md", ".rst", ".py")
 _NOT_PORTABLE = ("site-packages", "dist-packages", "sitecustomize.py", "usercustomize.py", "_sysconfigdata", "config-")
 # Tables of character sets, which are half of some samples of the text, and parts that some distributions leave out.
 _LEFT_OUT = (
-    "encodings",
-    "test",
-    "tests",
-    "idlelib",
-    "idle_test",
-    "turtledemo",
-    "tkinter",
-    "lib2to3",
-    "ensurepip",
-    "distutils",
+    *("encodings", "test", "tests", "idlelib", "idle_test", "turtledemo", "tkinter"),
+    *("lib2to3", "ensurepip", "distutils"),
 )
 
 

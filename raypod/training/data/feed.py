@@ -18,16 +18,7 @@ from raypod.plan.placement import InstanceSpec
 from raypod.plan.plan import Plan, Segment
 from raypod.system import spans
 from raypod.training.data.loaders import CallLoader, GatherLoader, SampleLoader
-from raypod.training.data.loading import (
-    NO_EPOCH,
-    EpochSamples,
-    FixedShapes,
-    Retry,
-    map_ahead,
-    prefetch,
-    reading,
-    timed,
-)
+from raypod.training.data.loading import NO_EPOCH, EpochSamples, FixedShapes, Retry, map_ahead, prefetch, reading, timed
 from raypod.training.data.order import call_positions, epoch_order, in_place_of, kept_samples, samples_digest
 from raypod.training.data.read_failures import ReadFailed
 from raypod.training.data.source import Batch, Source
@@ -230,13 +221,9 @@ class Feed:
 
     def _gather_call(self, split: Any, call: EpochSamples) -> Call:
         epoch, samples = call
-        with spans.measured("gather a batch", "loading"):
-            return samples, self._gather(split, epoch, samples)
-
-    def _gather(self, split: Any, epoch: int, samples: np.ndarray) -> Batch:
         random = None if epoch == NO_EPOCH else (self._plan.config.training.seed, epoch)
-        with reading():
-            return self._source.gather(split, samples, random)
+        with spans.measured("gather a batch", "loading"), reading():
+            return samples, self._source.gather(split, samples, random)
 
 
 def _check(source: Source, split: str, sample: Any, index: int) -> None:

@@ -11,19 +11,7 @@ import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Deque,
-    Generator,
-    Iterator,
-    List,
-    Optional,
-    Sequence,
-    Tuple,
-    TypeVar,
-)
+from typing import Any, Callable, ContextManager, Deque, Generator, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
 import numpy as np
 import torch

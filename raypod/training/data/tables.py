@@ -229,7 +229,8 @@ def _batches(pa: Any, files: Sequence[Path], columns: Optional[Sequence[str]]) -
             source = parquet.ParquetFile(str(file), buffer_size=_BUFFER_BYTES, pre_buffer=False)
             if first is None:
                 _check_columns(str(file), source.schema_arrow.names, columns)
-            fields = _chosen(pa, source.schema_arrow, columns)
+            known = source.schema_arrow.names  # a chosen column may be missing in a further file
+            fields = pa.schema([source.schema_arrow.field(name) for name in columns or known if name in known])
             first = first or fields
             if not fields.equals(first):
                 raise ConfigError(f"{file} has other columns than {files[0]}")
@@ -238,25 +239,16 @@ def _batches(pa: Any, files: Sequence[Path], columns: Optional[Sequence[str]]) -
                 yield from source.iter_batches(rows, row_groups=[group], columns=fields.names, use_threads=False)
 
 
-def _chosen(pa: Any, schema: Any, columns: Optional[Sequence[str]]) -> Any:
-    """Return the fields of the chosen columns, which may be missing; without metadata."""
-    known = [name for name in columns or schema.names if name in schema.names]
-    return pa.schema([schema.field(name) for name in known])
-
-
 def _rows_of_batch(group: Any) -> int:
     return max(1, min(_MOST_ROWS, _BATCH_BYTES * int(group.num_rows) // max(1, int(group.total_byte_size))))
 
 
 def _parquet_files(path: Path) -> List[Path]:
-    found = sorted(path.glob("*.parquet")) if path.is_dir() else _matching(path)
+    # Not `Path.glob`, whose pattern must not be absolute.
+    found = sorted(path.glob("*.parquet") if path.is_dir() else map(Path, glob.glob(str(path))))  # noqa: PTH207
     if not found:
         raise DataMissing(f"{path} is no Parquet file, and no folder of some{looked_in(path)}")
     return found
-
-
-def _matching(path: Path) -> List[Path]:
-    return sorted(map(Path, glob.glob(str(path))))  # noqa: PTH207 - the pattern may be absolute
 
 
 def _joined(pa: Any, files: Sequence[Path], tables: Sequence[Any]) -> Any:
