@@ -300,5 +300,4 @@ def _resized_by_pillow(pixels: np.ndarray, window: Window, factor: int) -> np.nd
     left, top = window.left / factor, window.top / factor
     box = (left, top, left + window.width / factor, top + window.height / factor)
     size = (window.columns, window.rows)
-    resized: np.ndarray = np.array(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR, box=box))
-    return resized
+    return np.array(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR, box=box))

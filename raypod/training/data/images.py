@@ -198,8 +198,7 @@ def _coefficients(
         is_accepted = np.logaddexp(first, second) <= 0
         found[missing[is_accepted]] = 1 / (1 + np.exp(-np.abs(first - second)[is_accepted]))
         missing, attempt = missing[~is_accepted], attempt + 1
-    rounded: np.ndarray = np.rint(found * _LEVELS) / _LEVELS
-    return rounded
+    return np.rint(found * _LEVELS) / _LEVELS
 
 
 def _boxes(data: DataSection, fractions: np.ndarray, size: Tuple[int, int]) -> np.ndarray:

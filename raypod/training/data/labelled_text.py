@@ -74,8 +74,7 @@ def read_examples(
 
 
 def _labels(form: Form, example: Example) -> Sequence[str]:
-    found: Sequence[str] = example[1] if form.is_list else [example[1]]
-    return found
+    return example[1] if form.is_list else [example[1]]
 
 
 def _natural(label: str) -> Tuple[int, int, str]:

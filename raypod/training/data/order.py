@@ -55,8 +55,7 @@ def in_place_of(left_out: Sequence[int], samples: np.ndarray, num_samples: int) 
     if not left_out:
         return samples
     kept = kept_samples(left_out, num_samples)
-    found: np.ndarray = kept[np.searchsorted(kept, samples) % len(kept)]
-    return found
+    return kept[np.searchsorted(kept, samples) % len(kept)]
 
 
 def kept_samples(left_out: Sequence[int], num_samples: int) -> np.ndarray:
@@ -80,8 +79,7 @@ def call_positions(geometry: Geometry, instance: int, call: int) -> np.ndarray:
     first = call * geometry.samples_per_call
     positions = np.arange(first, first + geometry.samples_per_call).reshape(shape)
     replicas = geometry.replicas_of(instance)
-    fed: np.ndarray = positions[:, :, replicas.start : replicas.stop].reshape(-1)
-    return fed
+    return positions[:, :, replicas.start : replicas.stop].reshape(-1)
 
 
 def augmentation_integers(seed: int, epoch: int, samples: np.ndarray, bounds: int, draws: int) -> np.ndarray:

@@ -67,8 +67,7 @@ def dataset_size(config: Config) -> DatasetSize:
         ConfigError: as `load`.
     """
     entry = _entry(config)
-    size: DatasetSize = entry.size if entry.size is not None else _source(entry).size(config)
-    return size
+    return entry.size if entry.size is not None else _source(entry).size(config)
 
 
 def dataset_size_or_published(config: Config) -> DatasetSize:

@@ -297,8 +297,7 @@ def read_replica_state(training: Any) -> Optional[Dict[str, Any]]:
     run then starts all replicas.
     """
     is_readable = has_replica_state(training) and training.isCompiled()
-    state: Optional[Dict[str, Any]] = training.emulatedReplicaState() if is_readable else None
-    return state
+    return training.emulatedReplicaState() if is_readable else None
 
 
 def replica_state_for(replicas: int, state: Optional[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
@@ -408,5 +407,4 @@ def mean_loss(
             for part, wanted in zip(torch.split(logits, length, dim=1), torch.split(targets, length, dim=1))
         ]
     ).sum()
-    loss: torch.Tensor = poptorch.identity_loss(total / (targets.numel() if count is None else count), "none")
-    return loss
+    return poptorch.identity_loss(total / (targets.numel() if count is None else count), "none")
