@@ -101,7 +101,8 @@ def load_or_fetch(
         OSError: that of the file system for temporary files, or the coordinator's host does not respond.
     """
     if server is None:
-        return load_checkpoint(checkpoint.path) if storage.is_identical(checkpoint.path, identity) else None
+        is_here = storage.is_checkpoint(checkpoint.path) and storage.identity(checkpoint.path) == identity
+        return load_checkpoint(checkpoint.path) if is_here else None
     with tempfile.TemporaryDirectory(prefix="raypod-") as folder:
         fetch(server, checkpoint, Path(folder), timeout_s)
         return load_checkpoint(folder)
