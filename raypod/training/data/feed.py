@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import Any, Callable, ContextManager, Generator, Iterable, Iterator, Optional, Tuple
+from typing import Any, Callable, Generator, Iterable, Iterator, Optional, Tuple
 
 import numpy as np
 
@@ -18,8 +18,15 @@ from raypod.plan.placement import InstanceSpec
 from raypod.plan.plan import Plan, Segment
 from raypod.system import spans
 from raypod.training.data.loaders import CallLoader, GatherLoader, SampleLoader
-from raypod.training.data.loading import NO_EPOCH, EpochSamples, FixedShapes, Retry, map_ahead, prefetch, reading, timed
-from raypod.training.data.order import call_positions, epoch_order, in_place_of, kept_samples, samples_digest
+from raypod.training.data.loading import NO_EPOCH, FixedShapes, Retry, map_ahead, prefetch, reading
+from raypod.training.data.order import (
+    EpochSamples,
+    call_positions,
+    epoch_order,
+    in_place_of,
+    kept_samples,
+    samples_digest,
+)
 from raypod.training.data.read_failures import ReadFailed
 from raypod.training.data.source import Batch, Source
 
@@ -112,12 +119,6 @@ class Feed:
             except ReadFailed as error:
                 self._end_stream()
                 retry.wait(error)
-
-    def timed_calls(
-        self, segment: Segment, waiting: Callable[[], ContextManager[Any]]
-    ) -> Generator[Tuple[Batch, float], None, None]:
-        """Yield the batches of `calls`, each with the seconds spent waiting for it, within the context `waiting()`."""
-        return timed(self.calls(segment), waiting)
 
     def samples_digest(self) -> str:
         """Return the digest of the sample indices of the call that `calls` yielded last, as loaded."""

@@ -14,6 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from raypod.plan.plan import Geometry
 
+EpochSamples = Tuple[int, np.ndarray]  # the samples of one call: (epoch, indices int64 [combined_batch_size])
 _ORDER, _AUGMENTATION, _PAIRS, _SHARDS = 1, 2, 3, 4  # independent streams of random numbers
 
 

@@ -275,12 +275,12 @@ def size_of(packed: Packed, config: Config) -> DatasetSize:
 
 
 def size(config: Config) -> DatasetSize:
-    """See `DatasetSource.size`."""
+    """See `registry.dataset_size`."""
     return size_of(_images(config), config)
 
 
 def shape(config: Config) -> ImageShape:
-    """See `DatasetSource.shape`: that of the first training image."""
+    """See `registry.image_shape`: that of the first training image."""
     packed = _images(config)
     train, _ = splits_of(packed, config)
     image = np.shape(train[0][0])
@@ -290,7 +290,7 @@ def shape(config: Config) -> ImageShape:
 
 
 def load(config: Config) -> Splits:
-    """See `DatasetSource.load`."""
+    """See `registry.load`."""
     packed = _images(config)
     train, test = splits_of(packed, config)
     return Splits(train, test, len(packed.index.classes), train.fingerprint, names=packed.index.classes)

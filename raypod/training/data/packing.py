@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
+import xxhash
 from typing_extensions import Protocol
 
 from raypod.errors import ConfigError, WaitTimedOut, summarize_exception
@@ -328,13 +329,13 @@ class _Tar:
     """A tar file that is being written, with its size and its checksum. The same members make the same bytes."""
 
     def __init__(self, output: NewFile) -> None:
-        self._output, self._digest = output, shards.new_checksum()
+        self._output, self._digest = output, xxhash.xxh3_128()
         self.size = 0
 
     @property
     def checksum(self) -> str:
         """XXH3-128 of all bytes so far."""
-        return str(self._digest.hexdigest())
+        return self._digest.hexdigest()
 
     def add(self, files: List[Tuple[str, bytes]]) -> Tuple[int, bytes]:
         """Append files; return where the content of the first begins, and all from there to the end of the last."""

@@ -10,8 +10,6 @@ import dataclasses
 import importlib
 from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional
 
-from typing_extensions import Protocol
-
 from raypod.errors import ConfigError, DataMissing
 from raypod.plan.config import DOWNLOADED, Config
 from raypod.plan.plan import DatasetSize
@@ -21,21 +19,11 @@ if TYPE_CHECKING:
     from raypod.training.data.arrays import Augmentation, ImageShape, Splits
 
 
-class DatasetSource(Protocol):
-    """A data set. To add a data set, implement `DatasetSource` in a module and add it to `_BY_NAME`."""
-
-    def size(self, config: Config) -> DatasetSize:
-        """Return the numbers of samples."""
-
-    def shape(self, config: Config) -> ImageShape:
-        """Return the shape of the images and the number of classes."""
-
-    def load(self, config: Config) -> Splits:
-        """Return the splits, with the default augmentation of the data set."""
-
-
 class _Entry(NamedTuple):
-    """A data set: a module of this folder, or an object in it.
+    """A data set: a module of this folder, or an object in it, with the functions `size`, `shape` and `load`.
+
+    Each gets the config. They return what `dataset_size`, `image_shape` and `load` return; `load` with the default
+    augmentation of the data set.
 
     Attributes:
         size: the numbers of samples if they are constant.
@@ -61,11 +49,7 @@ _BY_NAME: Dict[str, _Entry] = {
 
 
 def dataset_size(config: Config) -> DatasetSize:
-    """Return the numbers of samples, without loading the images.
-
-    Raises:
-        ConfigError: as `load`.
-    """
+    """Return the numbers of samples, without loading the images. ConfigError as `load`."""
     entry = _entry(config)
     return entry.size if entry.size is not None else _source(entry).size(config)
 
@@ -86,11 +70,7 @@ def dataset_size_or_published(config: Config) -> DatasetSize:
 
 
 def image_shape(config: Config) -> ImageShape:
-    """Return the shape of the images as the network sees them, and the number of classes.
-
-    Raises:
-        ConfigError: as `load`.
-    """
+    """Return the shape of the images as the network sees them, and the number of classes. ConfigError as `load`."""
     found: ImageShape = _source(_entry(config)).shape(config)
     return found if config.data.image_size is None else dataclasses.replace(found, side=config.data.image_size)
 
@@ -121,7 +101,7 @@ def download(config: Config) -> None:
 
 
 def _source(entry: _Entry) -> Any:
-    """Return the `DatasetSource` of an entry, whose module is imported."""
+    """Return the module, which is imported, or the object of an entry."""
     module = importlib.import_module(f"raypod.training.data.{entry.module}")
     return getattr(module, entry.name) if entry.name else module
 

@@ -29,11 +29,11 @@ from raypod.system.remote.store import Store
 from raypod.system.retries import growing, retried
 from raypod.training.data import shards
 from raypod.training.data.arrays import load_mapped
+from raypod.training.data.order import EpochSamples
 from raypod.training.data.read_failures import ReadFailed, StillLoading
 from raypod.training.data.shard_cache import DamagedShard, ShardCache
 from raypod.training.data.shards import Index, PackedFiles, Shard, shown_bytes
 
-EpochSamples = Tuple[int, np.ndarray]  # as in `loading`, which imports torch
 _MODULE = "raypod.training.data.shard_process"
 _ATTEMPTS, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 4, 0.5, 4.0  # to read the index, or a single sample
 _POLL_S = 0.02

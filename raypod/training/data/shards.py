@@ -231,19 +231,13 @@ def verify(folder: Path, index: Index, on_bytes: Callable[[int], object]) -> Non
         on_bytes(shard.bytes)
 
 
-def new_checksum() -> Any:
-    """Return an empty XXH3-128, with `update` and `hexdigest`."""
-    return xxhash.xxh3_128()
-
-
 def checksum_of(path: Path) -> str:
     """Return the XXH3-128 of a file as hexadecimal digits. OSError as from the file system."""
-    digest = new_checksum()
+    digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):
             digest.update(chunk)
-    found: str = digest.hexdigest()
-    return found
+    return digest.hexdigest()
 
 
 def checksum_of_sample(data: bytes) -> int:

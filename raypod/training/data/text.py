@@ -61,11 +61,7 @@ class TextSource(Source):
         self.fingerprint = fingerprint_of_values(train.length, content or hash_of(train.text, test.text))
 
     def gather(self, split: Any, samples: np.ndarray, seed_and_epoch: Optional[Tuple[int, int]]) -> Batch:
-        """See `Source.gather`.
-
-        Raises:
-            ConfigError: the text of this host is shorter than that of the plan.
-        """
+        """See `Source.gather`. ConfigError if the text of this host is shorter than that of the plan."""
         self._check(split, samples)
         positions = samples[:, None] * split.length + np.arange(split.length + 1)
         return self.to_device_format((split.text.tokens[positions], split.num_bytes(samples)))
