@@ -34,7 +34,6 @@ class ImageSource(Source):
         self._host_size = _host_size(splits, config.data.eight_bit_io, config.data.image_size)
 
     def gather(self, split: Any, samples: np.ndarray, seed_and_epoch: Optional[Tuple[int, int]]) -> Batch:
-        """See `Source.gather`."""
         images, labels = gather(split, samples, self._splits.augmentation, seed_and_epoch, self._host_size)
         return self.to_device_format((torch.from_numpy(images), torch.from_numpy(labels)))
 
@@ -47,7 +46,6 @@ class ImageSource(Source):
         return batch if words is None else (*batch, torch.from_numpy(words))
 
     def check_sample(self, sample: Any, name: str = FIRST) -> None:
-        """See `Source.check_sample`."""
         dataset = self._config.data.dataset
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             raise ConfigError(f"{dataset}: a sample must be (image, label), but {name} is a {type(sample).__name__}")

@@ -235,7 +235,6 @@ class StreamedFiles(PackedFiles):
             raise OSError(errno.EIO, f"{error}, by this disk") from error
 
     def name(self, index: int) -> str:
-        """See `Files.name`."""
         shard = self._shards[int(self._arrays["shards"][index])]
         return self._named(index, f"{self._url}/{shard.file}")
 

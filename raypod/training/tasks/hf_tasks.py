@@ -47,20 +47,16 @@ class HfCausalLm(LanguageModel):
         self._vocabulary = self._tokenizer.vocabulary
 
     def load(self) -> Source:
-        """See `Task.load`."""
         train, test, content = _windows(self)
         return TextSource(train, test, content)
 
     def network(self, first_batch: Batch) -> nn.Module:
-        """See `Task.network`."""
         return hf_models.build(self.config.task.name, self.folder, self.options.from_scratch)
 
     def parameter_groups(self, network: nn.Module, weight_decay: float) -> List[Dict[str, Any]]:
-        """See `Task.parameter_groups`."""
         return Task.parameter_groups(self, network, weight_decay)
 
     def logits(self, network: Any, tokens: torch.Tensor) -> torch.Tensor:
-        """See `LanguageModel.logits`."""
         found: torch.Tensor = network(input_ids=tokens).logits
         return found
 
@@ -76,7 +72,6 @@ class HfMaskedLm(Task):
         self._tokenizer = self.folder.tokenizer()
 
     def load(self) -> Source:
-        """See `Task.load`."""
         mask = self.folder.special_token("mask_token")
         number = self._tokenizer.number_of(mask or "[MASK]")
         if number is None:
@@ -86,12 +81,10 @@ class HfMaskedLm(Task):
         return MaskedSource(train, test, *drawn, self._tokenizer, number, content)
 
     def example(self, samples: int) -> Batch:
-        """See `Task.example`."""
         tokens = torch.zeros(samples, self.options.sequence_length, dtype=torch.int32)
         return tokens, tokens.clone()
 
     def network(self, first_batch: Batch) -> nn.Module:
-        """See `Task.network`."""
         return hf_models.build(self.config.task.name, self.folder, self.options.from_scratch)
 
     def training_outputs(
@@ -138,7 +131,6 @@ class _Labelled(Task):
         self._splits, self._classes = (found.train, found.test), found.names
 
     def load(self) -> Source:
-        """See `Task.load`."""
         train, test = (self._arrays(examples) if examples else None for examples in self._splits)
         seed, first = self.config.training.seed, self.config.data.first_sample
         return SampleSource(self.config.task.name, (train, test), seed, first)
@@ -160,7 +152,6 @@ class _Labelled(Task):
         return self.folder.special_token("pad_token") or self.folder.special_token("eos_token")
 
     def network(self, first_batch: Batch) -> nn.Module:
-        """See `Task.network`."""
         settings = {}
         if self.folder.config.get("pad_token_id") is None:  # with which a decoder finds the last token of a text
             settings["pad_token_id"] = self.folder.tokenizer().number_of(self._padding() or "") or 0
@@ -259,7 +250,6 @@ class HfImageClassification(ImageClassification):
         self.folder = HfFolder(config)
 
     def network(self, first_batch: Batch) -> nn.Module:
-        """See `Task.network`."""
         channels, _ = input_shape(self.config, first_batch[0])
         expected = self.folder.config.get("num_channels", channels)
         if expected != channels:
@@ -267,6 +257,5 @@ class HfImageClassification(ImageClassification):
         return hf_models.build(self.config.task.name, self.folder, self.options.from_scratch, self.class_names())
 
     def logits(self, network: Any, images: Any) -> torch.Tensor:
-        """See `ImageClassification.logits`."""
         found: torch.Tensor = network(images).logits
         return found

@@ -53,17 +53,14 @@ class ImageClassification(Task):
         self._splits: Optional[Splits] = None
 
     def load(self) -> Source:
-        """See `Task.load`."""
         self._splits = library_models.with_statistics(self.config, datasets.load(self.config))
         return ImageSource(self.config, self._splits)
 
     def network(self, first_batch: Batch) -> nn.Module:
-        """See `Task.network`."""
         channels, side = input_shape(self.config, first_batch[0])
         return build_model(self.config, channels, side, self._num_classes())
 
     def device_input(self, first_batch: Batch) -> nn.Module:
-        """See `Task.device_input`."""
         assert self._splits is not None, "call load first"
         height, width = first_batch[0].shape[2:]
         dtype = activation_dtype(self.config.training.precision)
@@ -72,7 +69,6 @@ class ImageClassification(Task):
         return Mixing(data, module) if data.mixup_alpha or data.has_cutmix else module
 
     def example(self, samples: int) -> Batch:
-        """See `Task.example`."""
         shape, dtype = datasets.image_shape(self.config), activation_dtype(self.config.training.precision)
         images = torch.zeros(1, shape.channels, shape.side, shape.side, dtype=dtype).expand(samples, -1, -1, -1)
         return images, torch.zeros(samples, dtype=torch.int64)

@@ -42,7 +42,6 @@ class LanguageModel(Task):
         self._vocabulary = vocabulary_of(self.options, self._tokenizer)
 
     def load(self) -> Source:
-        """See `Task.load`."""
         length, counts = self.options.sequence_length, generated_windows(self.options)
         content = None
         if self._packed is not None:
@@ -58,7 +57,6 @@ class LanguageModel(Task):
         return TextSource(Windows(train, length), Windows(test, length), content)
 
     def example(self, samples: int) -> Batch:
-        """See `Task.example`."""
         length, num_bytes = self.options.sequence_length, torch.zeros(samples, dtype=torch.int32)
         if getattr(self.options, "pack_sequences", False):
             zeros = torch.zeros(samples, length, dtype=torch.int32)
@@ -66,7 +64,6 @@ class LanguageModel(Task):
         return torch.zeros(samples, length + 1, dtype=torch.int32), num_bytes
 
     def network(self, first_batch: Batch) -> nn.Module:
-        """See `Task.network`."""
         options = self.options
         vocabulary = padded(self._vocabulary, options.serialize)
         sizes = (SIZES[options.size], vocabulary, options.sequence_length)
