@@ -22,9 +22,9 @@ from raypod.training.data.image_files import SUFFIXES
 from raypod.training.data.order import packed_order
 from raypod.training.data.packed_samples import FILE_NAME, MEMBERS, kind_of_file
 from raypod.training.data.shards import Field, Shard, SplitIndex
+from raypod.training.data.tables import SPLIT_NAMES
 
 _LABEL = "cls"
-_TRAIN, _TEST = ("train",), ("test", "validation", "val")
 
 
 class _Sample(NamedTuple):
@@ -40,7 +40,7 @@ def tars_in(folder: Path) -> Optional[Dict[str, List[Path]]]:
     Those of a split lie in a folder with its name, or their names contain it. Tars without the name of a split are the
     training split.
     """
-    found = {split: _tars(folder, names) for split, names in zip(shards.SPLITS, (_TRAIN, _TEST))}
+    found = {split: _tars(folder, names) for split, names in zip(shards.SPLITS, SPLIT_NAMES)}
     found["test"] = [path for path in found["test"] if path not in found["train"]]
     if not found["train"]:
         found["train"] = sorted(set(folder.glob("*.tar")) - set(found["test"]))

@@ -34,10 +34,7 @@ def epoch_order(
     order: np.ndarray = np.argsort(keys, kind="stable")
     if window is None:
         return order
-    ranks = np.empty(len(shards), dtype=np.int64)
-    ranks[np.argsort(hash_integers(_SHARDS, seed, epoch, np.arange(len(shards))), kind="stable")] = np.arange(
-        len(shards)
-    )
+    ranks = np.argsort(np.argsort(hash_integers(_SHARDS, seed, epoch, np.arange(len(shards))), kind="stable"))
     windows = np.empty(num_samples, dtype=np.int64)  # of each sample
     windows[packed_order(num_samples)] = np.repeat(ranks // window, shards)
     return order[np.argsort(windows[order], kind="stable")]

@@ -135,10 +135,8 @@ class SampleSource(Source):
         values = sample.items() if isinstance(sample, dict) else enumerate(_listed(sample))
         shown = "the first sample" if name == FIRST else name
         for entry, value in values:
-            is_number = isinstance(value, (torch.Tensor, int, float)) or (
-                isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc"
-            )
-            if not is_number:
+            is_array = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc"
+            if not is_array and not isinstance(value, (torch.Tensor, int, float)):
                 raise ConfigError(
                     f"task {self._task}: samples must be tensors, or tuples or dicts of tensors, but the entry "
                     f"{entry!r} of {shown} is a {type(value).__name__}: make a tensor of it in `collate`"

@@ -24,7 +24,8 @@ from raypod.training.data.arrays import fingerprint_of_bytes, fingerprint_of_val
 PathLike = Union[str, "os.PathLike[str]"]
 _INSTALL = "pip install 'raypod[hf]'"
 _STATE, _SPLITS = "state.json", "dataset_dict.json"  # of a folder that `save_to_disk` has written
-_TRAIN, _TEST = ("train",), ("test", "validation", "val")  # names of splits; the first one that exists
+# Names of the training and of the test split; the first one that exists.
+SPLIT_NAMES = (("train",), ("test", "validation", "val"))
 _HASHED_ROWS = 1024  # of a table, evenly spaced
 _RELEASED_READS = 32  # of rows of a column, after which the pages of a mapped file leave the memory of the process
 _BATCH_BYTES, _MOST_ROWS, _BUFFER_BYTES = 1 << 25, 1 << 16, 1 << 20  # of what is read of Parquet files at a time
@@ -373,12 +374,12 @@ def splits_in(folder: Path, columns: Optional[Sequence[str]], room: Path) -> Opt
     if (folder / _STATE).is_file():
         return _saved(folder, columns, _MappedFiles()), []
     if (folder / _SPLITS).is_file():
-        found = [next((folder / name for name in names if is_saved(folder / name)), None) for names in (_TRAIN, _TEST)]
+        found = [next((folder / name for name in names if is_saved(folder / name)), None) for names in SPLIT_NAMES]
         if found[0] is None:
-            raise ConfigError(f"{folder} has no split {_TRAIN[0]}: pack the folder of one of its splits")
+            raise ConfigError(f"{folder} has no split train: pack the folder of one of its splits")
         tables = [_saved(each, columns, _MappedFiles()) for each in found if each is not None]
         return tables[0], tables[1] if len(tables) > 1 else []
-    train, test = (_parquet_pattern(folder, names) for names in (_TRAIN, _TEST))
+    train, test = (_parquet_pattern(folder, names) for names in SPLIT_NAMES)
     if train is None:
         return None
     return streamed_parquet(train, columns, room), [] if test is None else streamed_parquet(test, columns, room)
