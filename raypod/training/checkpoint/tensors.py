@@ -259,11 +259,7 @@ def _encode(value: Any, path: str, tensors: Tensors) -> Any:
         return {"tensor": name}
     if isinstance(value, Mapping):
         items = value.items()
-        return {
-            "dict": [
-                [_encode(key, f"{path}.{key}", tensors), _encode(each, f"{path}.{key}", tensors)] for key, each in items
-            ]
-        }
+        return {"dict": [[_encode(each, f"{path}.{item[0]}", tensors) for each in item] for item in items]}
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_encode(each, f"{path}.{index}", tensors) for index, each in enumerate(value)]}

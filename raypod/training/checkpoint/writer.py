@@ -132,9 +132,7 @@ class BackgroundWriter:
         Raises:
             WaitTimedOut: the previous write does not end.
         """
-        copy = State(
-            *(tensors.copy_to_cpu(part) for part in (state.weights, state.optimizer, state.ema, state.replicas))
-        )
+        copy = State(*map(tensors.copy_to_cpu, (state.weights, state.optimizer, state.ema, state.replicas)))
         self._join()
         # A daemon thread: exit does not wait for a slow disk, and an interrupted write leaves no checkpoint.
         thread = threading.Thread(target=self._run, args=(manifest, copy), name="checkpoint", daemon=True)

@@ -47,9 +47,7 @@ class TaskOutputs(Protocol):
 
 
 # They read or convert a parameter: its own dtype stays.
-_CONVERSIONS = frozenset(
-    (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float, torch.Tensor.half, torch.Tensor.double)
-)
+_CONVERSIONS = {torch.Tensor.to, torch.Tensor.type, torch.Tensor.float, torch.Tensor.half, torch.Tensor.double}
 _ACCESSORS = ("__get__", "__set__", "__delete__")
 
 

@@ -131,18 +131,16 @@ class ImageClassification(Task):
         number = self.config.run.report_samples
         if number and self._splits is not None:
             indices = confident_errors(labels, predicted, confidence, number)
-            samples = kept_samples(self.config.data.left_out("test"), len(self._splits.test)).take(
-                np.array(indices, int)
-            )
+            kept = kept_samples(self.config.data.left_out("test"), len(self._splits.test))
             details["errors"] = [
                 {
-                    **self._shown(int(sample)),
+                    **self._shown(int(kept[index])),
                     "label": int(labels[index]),
                     "predicted": int(predicted[index]),
                     "confidence": float(confidence[index]),
                     "label_probability": _probability(classes[index], probabilities[index], labels[index]),
                 }
-                for index, sample in zip(indices, samples)
+                for index in indices
             ]
         return details
 
@@ -155,10 +153,8 @@ class ImageClassification(Task):
             warnings.warn(f"the report has no image of test sample {sample}: {error}", RuntimeWarning, 2)
             return {"sample": sample, "image": None}
         pixels = torch.as_tensor(image)
-        return {
-            "sample": sample,
-            "image": thumbnail((pixels if pixels.dtype == torch.uint8 else pixels.float()).numpy()),
-        }
+        pixels = pixels if pixels.dtype == torch.uint8 else pixels.float()
+        return {"sample": sample, "image": thumbnail(pixels.numpy())}
 
     def description(self) -> Dict[str, Any]:
         """See `Task.description`: the classes, and mean and standard deviation of images scaled to [0, 1]."""
