@@ -89,10 +89,10 @@ def snapshot_bytes(plan: Plan, pipeline: Pipeline) -> int:
 
 def describe_pipeline(pipeline: Pipeline) -> Dict[str, Any]:
     """Return the pipeline as JSON data."""
+    accumulation, compared = next(iter(pipeline.schedules.items()))
     schedules = {
         name: {"accumulation": accumulation, "cycles": schedule.cycles, "idle_share": schedule.idle_share}
-        for accumulation, each in list(pipeline.schedules.items())[:1]
-        for name, schedule in each.items()
+        for name, schedule in compared.items()
     }
     return {"stages": [stage._asdict() for stage in pipeline.stages], "schedules": schedules}
 

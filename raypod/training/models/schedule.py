@@ -18,16 +18,12 @@ RAMP_UP, MAIN, RAMP_DOWN, UPDATE = "ramp-up", "main", "ramp-down", "update"
 
 @dataclass(frozen=True)
 class StageCost:
-    """Time of one forward stage: forward and backward of a micro-batch, and the weight update.
-
-    Attributes:
-        ipu: IPU of the stage; None for an IPU that no other stage uses.
-    """
+    """Time of one forward stage: forward and backward of a micro-batch, and the weight update; and its IPU."""
 
     forward: float
-    backward: float = 0.0
-    update: float = 0.0
-    ipu: Optional[int] = None
+    backward: float
+    update: float
+    ipu: int
 
 
 class Cell(NamedTuple):
@@ -74,7 +70,7 @@ class Schedule:
         """Time of each cycle: the work of its busiest IPU."""
         work: List[Dict[int, float]] = [{} for _ in self.sections]
         for cell in self.cells:
-            ipu = self._ipu(cell.stage)
+            ipu = self.stages[cell.stage].ipu
             work[cell.cycle][ipu] = work[cell.cycle].get(ipu, 0.0) + cell.cost
         return tuple(max(per_ipu.values()) for per_ipu in work)
 
@@ -86,12 +82,8 @@ class Schedule:
     @property
     def idle_share(self) -> float:
         """Share of the IPUs' time, from 0 to 1, in which they are idle."""
-        available = self.time * len(set(map(self._ipu, range(len(self.stages)))))
+        available = self.time * len({stage.ipu for stage in self.stages})
         return 1.0 - sum(cell.cost for cell in self.cells) / available if available else 0.0
-
-    def _ipu(self, stage: int) -> int:
-        ipu = self.stages[stage].ipu
-        return stage if ipu is None else ipu
 
 
 def pipelined(stages: Sequence[StageCost], micro_batches: int, recompute: bool = False) -> Schedule:

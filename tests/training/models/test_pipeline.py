@@ -396,7 +396,7 @@ def build_there_and_back(channels: int, classes: int) -> nn.Module:
 
 def equal(stages: int, update: float = 0.0) -> List[StageCost]:
     """Return stages whose forward and backward take one unit each."""
-    return [StageCost(1.0, 1.0, update)] * stages
+    return [StageCost(1.0, 1.0, update, ipu) for ipu in range(stages)]
 
 
 def picture(schedule: Any) -> List[str]:
@@ -436,9 +436,9 @@ def test_idle_shares_and_times_of_cycles() -> None:
         assert schedule.idle_share == pytest.approx(1 - 2 * batches / sum(schedule.cycle_times))
     for stages, batches, times, idle in (
         # The slowest IPU determines the time.
-        ([StageCost(3.0), StageCost(1.0)], 3, (3.0, 3.0, 3.0, 1.0, 0.0, 0.0), 1 - 12 / 20),
+        ([StageCost(3.0, 0.0, 0.0, 0), StageCost(1.0, 0.0, 0.0, 1)], 3, (3.0, 3.0, 3.0, 1.0, 0.0, 0.0), 1 - 12 / 20),
         # Stages on one IPU run one after the other.
-        ([StageCost(1.0, ipu=ipu) for ipu in (0, 1, 0)], 5, (1, 1, 2, 2, 2, 1, 1, 0, 0, 0), 1 - 15 / 20),
+        ([StageCost(1.0, 0.0, 0.0, ipu) for ipu in (0, 1, 0)], 5, (1, 1, 2, 2, 2, 1, 1, 0, 0, 0), 1 - 15 / 20),
     ):
         schedule = pipelined(stages, batches)
         assert (schedule.cycle_times, schedule.idle_share) == (times, pytest.approx(idle))
@@ -465,7 +465,7 @@ def test_recomputation_and_the_comparison() -> None:
 
 
 def test_the_numbers_of_many_micro_batches_have_a_space_between_them() -> None:
-    schedule = pipelined([StageCost(1.0, 1.0, ipu=ipu) for ipu in range(2)], 2048)
+    schedule = pipelined(equal(2), 2048)
     lines = pipeline_table._schedule_lines(schedule, 2048, schedule)
     assert lines[3].split()[-4:] == ["2045", "2046", "2047", "U"]
     assert len({len(line) for line in lines[1:]}) == 1  # the columns are aligned
