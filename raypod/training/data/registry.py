@@ -16,14 +16,14 @@ from raypod.plan.plan import DatasetSize
 from raypod.system.command_line import nearest
 
 if TYPE_CHECKING:
-    from raypod.training.data.arrays import Augmentation, ImageShape, Splits
+    from raypod.training.data.arrays import ImageShape, Splits
 
 
 class _Entry(NamedTuple):
     """A data set: a module of this folder, or an object in it, with the functions `size`, `shape` and `load`.
 
     Each gets the config. They return what `dataset_size`, `image_shape` and `load` return; `load` with the default
-    augmentation of the data set.
+    augmentation of the data set. A constant size has no function.
 
     Attributes:
         size: the numbers of samples if they are constant.
@@ -81,10 +81,15 @@ def load(config: Config) -> Splits:
     Raises:
         ConfigError: the name is unknown, files are missing or damaged, or the user's data set cannot be used.
     """
-    from raypod.training.data.arrays import ArrayDataset
+    from raypod.training.data.arrays import ArrayDataset, Augmentation
 
     splits: Splits = _source(_entry(config)).load(config)
-    augmentation = _augmentation(config, splits.augmentation)
+    data, default, augmentation = config.data, splits.augmentation, Augmentation()
+    if data.augment:
+        augmentation = Augmentation(
+            padding=default.padding if data.crop_padding is None else data.crop_padding,
+            flip=default.flip if data.flip is None else data.flip,
+        )
     if isinstance(splits.train, ArrayDataset) and augmentation.padding >= min(splits.train.images.shape[2:]):
         height, width = splits.train.images.shape[2:]
         raise ConfigError(
@@ -115,16 +120,4 @@ def _entry(config: Config) -> _Entry:
     similar = "".join(f"; did you mean {each}?" for each in nearest(name, _BY_NAME))
     raise ConfigError(
         f"unknown data set {name!r}{similar}; known: {', '.join(_BY_NAME)}, or module:function for your own data set"
-    )
-
-
-def _augmentation(config: Config, default: Augmentation) -> Augmentation:
-    """Return the configured augmentation, with the data set's default for settings that are not set."""
-    data = config.data
-    if not data.augment:
-        return dataclasses.replace(default, padding=0, flip=False)
-    return dataclasses.replace(
-        default,
-        padding=default.padding if data.crop_padding is None else data.crop_padding,
-        flip=default.flip if data.flip is None else data.flip,
     )
