@@ -40,26 +40,11 @@ LENGTH, FINGERPRINT = "total_updates", "data_fingerprint"
 # With other values the state still fits and every position still means the same sample; the run can be resumed, but
 # computes other weights than an uninterrupted run.
 _SAFE_TO_CHANGE = {
-    LENGTH,
-    FINGERPRINT,
-    "data.jpeg_decoder",
-    "training.learning_rate",
-    "training.lr_schedule",
-    "training.lr_steps",
-    "training.lr_gamma",
-    "training.lr_floor",
-    "training.lr_power",
-    "training.lr_frequency",
-    "training.label_smoothing",
-    MEMORY_FORMAT,
-    COMPILED,
-    "training.warmup_updates",
-    "training.momentum",
-    "training.weight_decay",
-    "training.loss_scaling",
-    "training.initial_loss_scaling",
+    *(LENGTH, FINGERPRINT, MEMORY_FORMAT, COMPILED, "data.jpeg_decoder", "pod.threads_per_replica"),
+    *("training.learning_rate", "training.lr_schedule", "training.lr_steps", "training.lr_gamma", "training.lr_floor"),
+    *("training.lr_power", "training.lr_frequency", "training.label_smoothing", "training.warmup_updates"),
+    *("training.momentum", "training.weight_decay", "training.loss_scaling", "training.initial_loss_scaling"),
     *(f"ipu.{key}" for key in ipu_options.CHANGE_RESULTS),
-    "pod.threads_per_replica",
 }
 # With --elastic these may differ, if the global batch and the micro-batch are the same: so are the samples of every
 # update then, but not the order in which their gradients are summed.

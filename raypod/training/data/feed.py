@@ -39,6 +39,12 @@ class Feed:
     """Load the calls of one instance, for training and for evaluation.
 
     Samples that cannot be read because of their disk or network are read again, within `run.read_retry_s`.
+
+    Args:
+        plan, spec: of the run and of the instance.
+        source: of the samples.
+        pause: waits some seconds before samples are read again; what it raises ends the attempts.
+        in_processes: nothing is loaded in threads of this process, as its SDK holds the interpreter lock.
     """
 
     def __init__(
@@ -49,14 +55,6 @@ class Feed:
         pause: Callable[[float], object] = time.sleep,
         in_processes: bool = False,
     ) -> None:
-        """Load nothing yet.
-
-        Args:
-            plan, spec: of the run and of the instance.
-            source: of the samples.
-            pause: waits some seconds before samples are read again; what it raises ends the attempts.
-            in_processes: nothing is loaded in threads of this process, as its SDK holds the interpreter lock.
-        """
         self._new_retry = functools.partial(Retry, spec, plan.config.run.read_retry_s, pause)
         self._plan, self._spec, self._source = plan, spec, source
         source.begin()

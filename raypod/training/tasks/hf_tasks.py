@@ -87,15 +87,13 @@ class HfMaskedLm(Task):
     def network(self, first_batch: Batch) -> nn.Module:
         return hf_models.build(self.config.task.name, self.folder, self.options.from_scratch)
 
-    def training_outputs(
-        self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
-    ) -> Tuple[torch.Tensor, Ratios]:
+    def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
         """Return the mean cross-entropy of the masked tokens, the perplexity and the accuracy."""
         tokens, labels = batch
         loss, accuracy = _token_outputs(self._logits(network, tokens), labels)
         return loss, {"perplexity": (loss, 1), "accuracy": accuracy}
 
-    def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
+    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Ratios:
         """Return cross-entropy, perplexity and accuracy."""
         tokens, labels = batch
         ratios = _token_ratios(self._logits(network, tokens), labels)
@@ -171,16 +169,14 @@ class HfSequenceClassification(_Labelled):
     def _label(self, encoded: Any, labels: Any) -> Any:
         return self._classes.index(labels)
 
-    def training_outputs(
-        self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
-    ) -> Tuple[torch.Tensor, Ratios]:
+    def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
         """Return the mean cross-entropy and the accuracy."""
         labels = named.pop("labels").to(torch.int64)
         logits = network(**named).logits.float()
         loss = functional.cross_entropy(logits, labels)
         return loss, {"accuracy": ((logits.argmax(dim=1) == labels).sum(), len(labels))}
 
-    def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Tuple[Ratios, Predicted]:
+    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[Ratios, Predicted]:
         """Return cross-entropy and accuracy, and the most probable class."""
         labels = named.pop("labels").to(torch.int64)
         logits = network(**named).logits.float()
@@ -211,15 +207,13 @@ class HfTokenClassification(_Labelled):
         firsts = [word is not None and word not in words[:place] for place, word in enumerate(words)]
         return [self._classes.index(labels[word]) if first else IGNORED for word, first in zip(words, firsts)]
 
-    def training_outputs(
-        self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
-    ) -> Tuple[torch.Tensor, Ratios]:
+    def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
         """Return the mean cross-entropy and the accuracy of the words."""
         labels = named.pop("labels")
         loss, accuracy = _token_outputs(network(**named).logits, labels)
         return loss, {"accuracy": accuracy}
 
-    def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
+    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Ratios:
         """Return cross-entropy and accuracy."""
         labels = named.pop("labels")
         return _token_ratios(network(**named).logits, labels)

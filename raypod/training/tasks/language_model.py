@@ -90,9 +90,7 @@ class LanguageModel(Task):
         tokens = batch[0]
         return self.logits(network, tokens[:, :-1]), tokens[:, 1:].to(torch.int64)
 
-    def training_outputs(
-        self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
-    ) -> Tuple[torch.Tensor, Ratios]:
+    def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
         """Return the mean cross-entropy per token, and perplexity and bits per byte."""
         from raypod.training.models.program import mean_loss  # imports the SDK, which only a training has
 
@@ -102,7 +100,7 @@ class LanguageModel(Task):
         total = loss * (targets.numel() if count is None else count)
         return loss, {"perplexity": (loss, 1), "bits_per_byte": (total, batch[-1].sum())}
 
-    def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
+    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Ratios:
         """Return cross-entropy, perplexity and bits per byte."""
         logits, targets = self._logits_and_targets(network, batch)
         losses = functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").sum(dim=1)
