@@ -53,8 +53,7 @@ class LabelledOptions(TaskOptions):
     """The options of the tasks hf-sequence-classification and hf-token-classification."""
 
     examples: Names = Field(
-        None,
-        description="files of JSON lines or CSV, separated by commas: text and label, or tokens and tags",
+        None, description="files of JSON lines or CSV, separated by commas: text and label, or tokens and tags"
     )
     test_examples: Names = Field(None, description="files of the test split (default: a part of --examples)")
     held_out: float = Field(0.1, ge=0, le=0.5, description="fraction of --examples in the test split, 0 to 0.5")
