@@ -53,7 +53,7 @@ def draw(name: str, schedule: Schedule, top: int) -> List[str]:
 
 def picture() -> str:
     """Return the SVG."""
-    stages = [StageCost.estimate(1000, 1, stage, stage) for stage in range(STAGES)]
+    stages = [StageCost(1000.0, 2000.0, 1.0, stage) for stage in range(STAGES)]
     schedules = compare_strategies(stages, MICRO_BATCHES)
     shown = [(name, schedules[name]) for name in ("pipelined", "sharded")]
     width = LEFT + CELL * max(schedule.cycles for _, schedule in shown) + 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional
 
@@ -20,9 +21,13 @@ class InThread:
     def __init__(self, url: str, cache: ShardCache) -> None:
         self._lines: queue.Queue[Optional[str]] = queue.Queue()
         self._answers: queue.Queue[Optional[Dict[str, Any]]] = queue.Queue()
-        arguments = (url, cache, iter(self._lines.get, None), self._answers.put)
-        self._thread = threading.Thread(target=shard_process.serve, args=arguments, daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=(url, cache), daemon=True)
         self._thread.start()
+
+    def _serve(self, url: str, cache: ShardCache) -> None:
+        cache.remove_abandoned()
+        with ThreadPoolExecutor(4) as pool:
+            shard_process.Downloader(url, cache, self._answers.put).follow(iter(self._lines.get, None), pool)
 
     def send(self, content: Dict[str, Any]) -> None:
         self._lines.put(json.dumps(content))

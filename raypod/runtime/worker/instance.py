@@ -40,6 +40,7 @@ from raypod.training.checkpoint.snapshots import Place
 from raypod.training.checkpoint.transfer import Server
 from raypod.training.checkpoint.writer import BackgroundWriter, State, load_or_fetch
 from raypod.training.data.feed import Feed
+from raypod.training.data.loading import timed
 from raypod.training.data.source import Source
 from raypod.training.models import norms, program
 from raypod.training.models.predictions import Predictions, measured
@@ -227,7 +228,7 @@ class Instance:
         self._model.begin_average_at(self._update)
         self._profile.begin_call(segment.first_update)
         self._norms.begin(self._read_back)
-        batches = self._feed.timed_calls(segment, lambda: self.heartbeat.set_activity(LOADING))
+        batches = timed(self._feed.calls(segment), lambda: self.heartbeat.set_activity(LOADING))
         for number, (batch, wait_s) in enumerate(batches):
             if not self._gate.enter(first_call + number):
                 return

@@ -97,10 +97,6 @@ class FileRecord:
         """The hash, as hexadecimal digits."""
         return self.sha256 or self.xxh3_128 or ""
 
-    def to_dict(self) -> Dict[str, Any]:
-        """Return the record as the manifest has it: without the hash that it does not have."""
-        return {"size_bytes": self.size_bytes, self.algorithm: self.digest}
-
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
@@ -115,9 +111,8 @@ class Manifest:
     versions: Dict[str, str]
     weights_sha256: str = ""
     ema_sha256: Optional[str] = None  # of the averaged weights
-    tested: Dict[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # test metrics; empty: not evaluated at this update
+    # Test metrics; empty: not evaluated at this update.
+    tested: Dict[str, float] = dataclasses.field(default_factory=dict)
     files: Dict[str, FileRecord] = dataclasses.field(default_factory=dict)
     # The changes of the number of replicas until this update, oldest first: `update`, `replicas` and
     # `gradient_accumulation` of each `events.Resized`.
@@ -129,7 +124,9 @@ class Manifest:
         """Return the JSON that `manifest_from_json` parses."""
         has_xxh3 = any(record.algorithm == XXH3_128 for record in self.files.values())
         content = {"format": _FORMAT_WITH_XXH3 if has_xxh3 else _FORMAT, **dataclasses.asdict(self)}
-        content["files"] = {name: record.to_dict() for name, record in self.files.items()}
+        content["files"] = {
+            name: {"size_bytes": each.size_bytes, each.algorithm: each.digest} for name, each in self.files.items()
+        }
         return (json.dumps(content, indent=2) + "\n").encode()
 
 

@@ -25,26 +25,14 @@ from raypod.training.checkpoint.format import Checkpoint, Manifest
 # Settings of the sections `data` and `training` that do not change the training: the location and preparation of the
 # data, the placement on IPUs, the evaluation schedule. The run's length counts as LENGTH, only where it has an effect.
 _WITHOUT_EFFECT = {
-    "data.data_dir",
-    "data.cache_dir",
-    "data.cache_size",
-    "data.download",
-    "data.num_workers",
-    "data.max_image_pixels",
-    "data.async_dataloader",
-    "data.leave_out",  # the ledger has it
-    "training.init_weights",
-    "training.init_ignore",
-    "training.epochs",
-    "training.updates",
-    "training.evaluate_every",
-    "training.early_stopping",
-    "training.early_stopping_metric",
-    "training.evaluation_iterations",
-    "training.pipeline_splits",
-    "training.pipeline_balance",
-    "training.layers_per_ipu",
-    "training.execution",
+    "data": (
+        *("data_dir", "cache_dir", "cache_size", "download", "num_workers", "max_image_pixels", "async_dataloader"),
+        "leave_out",  # the ledger has it
+    ),
+    "training": (
+        *("init_weights", "init_ignore", "epochs", "updates", "pipeline_splits", "pipeline_balance", "layers_per_ipu"),
+        *("execution", "evaluate_every", "evaluation_iterations", "early_stopping", "early_stopping_metric"),
+    ),
 }
 MEMORY_FORMAT = "training.memory_format"
 COMPILED = "emulated.compiled"  # by torch.compile
@@ -52,26 +40,11 @@ LENGTH, FINGERPRINT = "total_updates", "data_fingerprint"
 # With other values the state still fits and every position still means the same sample; the run can be resumed, but
 # computes other weights than an uninterrupted run.
 _SAFE_TO_CHANGE = {
-    LENGTH,
-    FINGERPRINT,
-    "data.jpeg_decoder",
-    "training.learning_rate",
-    "training.lr_schedule",
-    "training.lr_steps",
-    "training.lr_gamma",
-    "training.lr_floor",
-    "training.lr_power",
-    "training.lr_frequency",
-    "training.label_smoothing",
-    MEMORY_FORMAT,
-    COMPILED,
-    "training.warmup_updates",
-    "training.momentum",
-    "training.weight_decay",
-    "training.loss_scaling",
-    "training.initial_loss_scaling",
+    *(LENGTH, FINGERPRINT, MEMORY_FORMAT, COMPILED, "data.jpeg_decoder", "pod.threads_per_replica"),
+    *("training.learning_rate", "training.lr_schedule", "training.lr_steps", "training.lr_gamma", "training.lr_floor"),
+    *("training.lr_power", "training.lr_frequency", "training.label_smoothing", "training.warmup_updates"),
+    *("training.momentum", "training.weight_decay", "training.loss_scaling", "training.initial_loss_scaling"),
     *(f"ipu.{key}" for key in ipu_options.CHANGE_RESULTS),
-    "pod.threads_per_replica",
 }
 # With --elastic these may differ, if the global batch and the micro-batch are the same: so are the samples of every
 # update then, but not the order in which their gradients are summed.
@@ -251,7 +224,7 @@ def settings_of(plan: Plan) -> Dict[str, Any]:
         settings["data.shards"] = name
     for section in ("task", "training", "data"):
         for key, value in getattr(config, section).model_dump(mode="json").items():
-            if f"{section}.{key}" not in _WITHOUT_EFFECT:
+            if key not in _WITHOUT_EFFECT.get(section, ()):
                 settings[f"{section}.{key}"] = value
     if is_text:
         settings["data.shuffle_window"] = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import io
 import os
 import re
 import secrets
@@ -199,11 +198,6 @@ def identity(path: Path) -> Tuple[int, ...]:
     return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 
 
-def is_identical(path: Path, other: Tuple[int, ...]) -> bool:
-    """Return whether the checkpoint `path` is on this host, too, and has the identity `other`."""
-    return is_checkpoint(path) and identity(path) == other
-
-
 @contextlib.contextmanager
 def unique_file(checkpoints: Path) -> Iterator[Optional[Path]]:
     """Create a file in the folder that no other disk has, for the duration of the block; yield None if that fails."""
@@ -219,14 +213,6 @@ def unique_file(checkpoints: Path) -> Iterator[Optional[Path]]:
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-@contextlib.contextmanager
-def open_file(path: Path) -> Iterator[Tuple[io.BufferedReader, int]]:
-    """Open a file of a checkpoint for reading; yield it and its size in bytes. OSError as from the file system."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        yield file, size
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ from torch import nn
 
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.system.files import NewFile, parse_json
-from raypod.training.checkpoint import storage
 
 _NAMES = {
     torch.float64: "F64",
@@ -79,7 +78,8 @@ def read_tensors(path: Path) -> Tuple[Tensors, Dict[str, str]]:
         CheckpointDamaged: the file is not a complete safetensors file.
     """
     try:
-        with storage.open_file(path) as (file, size):
+        size = path.stat().st_size
+        with path.open("rb") as file:
             header = _read_header(path, file, size)
             metadata = header.pop(_METADATA, {})
             data_bytes = size - file.tell()
@@ -259,11 +259,7 @@ def _encode(value: Any, path: str, tensors: Tensors) -> Any:
         return {"tensor": name}
     if isinstance(value, Mapping):
         items = value.items()
-        return {
-            "dict": [
-                [_encode(key, f"{path}.{key}", tensors), _encode(each, f"{path}.{key}", tensors)] for key, each in items
-            ]
-        }
+        return {"dict": [[_encode(each, f"{path}.{item[0]}", tensors) for each in item] for item in items]}
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_encode(each, f"{path}.{index}", tensors) for index, each in enumerate(value)]}

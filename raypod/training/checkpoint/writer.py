@@ -101,7 +101,8 @@ def load_or_fetch(
         OSError: that of the file system for temporary files, or the coordinator's host does not respond.
     """
     if server is None:
-        return load_checkpoint(checkpoint.path) if storage.is_identical(checkpoint.path, identity) else None
+        is_here = storage.is_checkpoint(checkpoint.path) and storage.identity(checkpoint.path) == identity
+        return load_checkpoint(checkpoint.path) if is_here else None
     with tempfile.TemporaryDirectory(prefix="raypod-") as folder:
         fetch(server, checkpoint, Path(folder), timeout_s)
         return load_checkpoint(folder)
@@ -131,9 +132,7 @@ class BackgroundWriter:
         Raises:
             WaitTimedOut: the previous write does not end.
         """
-        copy = State(
-            *(tensors.copy_to_cpu(part) for part in (state.weights, state.optimizer, state.ema, state.replicas))
-        )
+        copy = State(*map(tensors.copy_to_cpu, (state.weights, state.optimizer, state.ema, state.replicas)))
         self._join()
         # A daemon thread: exit does not wait for a slow disk, and an interrupted write leaves no checkpoint.
         thread = threading.Thread(target=self._run, args=(manifest, copy), name="checkpoint", daemon=True)

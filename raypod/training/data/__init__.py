@@ -6,15 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raypod.training.data.arrays import ArrayDataset as ArrayDataset
-    from raypod.training.data.arrays import Augmentation as Augmentation
-    from raypod.training.data.arrays import ImageShape as ImageShape
-    from raypod.training.data.arrays import Splits as Splits
-    from raypod.training.data.registry import dataset_size as dataset_size
-    from raypod.training.data.registry import dataset_size_or_published as dataset_size_or_published
-    from raypod.training.data.registry import download as download
-    from raypod.training.data.registry import image_shape as image_shape
-    from raypod.training.data.registry import load as load
+    from raypod.training.data.arrays import ArrayDataset, Augmentation, ImageShape, Splits
+    from raypod.training.data.registry import dataset_size, dataset_size_or_published, download, image_shape, load
 
 _OF_ARRAYS = ("ArrayDataset", "Augmentation", "ImageShape", "Splits")
 

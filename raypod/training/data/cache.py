@@ -36,11 +36,7 @@ Arrays = Dict[str, np.ndarray]
 
 
 def data_dir(config: Config, content: str) -> Path:
-    """Return `data.data_dir`.
-
-    Raises:
-        DataMissing: it is not set; the message says that it must hold `content`.
-    """
+    """Return `data.data_dir`. DataMissing, which says that it must hold `content`, if it is not set."""
     if config.data.data_dir is None:
         raise DataMissing(f"--dataset {config.data.dataset} needs --data-dir: the folder that contains {content}")
     return Path(config.data.data_dir).expanduser()
@@ -166,7 +162,6 @@ def download(archive: Archive, root: Path, timeout_s: float) -> None:
 
 
 def _fetch(archive: Archive, root: Path) -> None:
-
     sys.stderr.write(f"downloading {archive.url} to {root}\n")
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=str(root)))
     try:

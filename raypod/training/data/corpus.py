@@ -26,16 +26,8 @@ _SUFFIXES = (".txt", ".md", ".rst", ".py")
 _NOT_PORTABLE = ("site-packages", "dist-packages", "sitecustomize.py", "usercustomize.py", "_sysconfigdata", "config-")
 # Tables of character sets, which are half of some samples of the text, and parts that some distributions leave out.
 _LEFT_OUT = (
-    "encodings",
-    "test",
-    "tests",
-    "idlelib",
-    "idle_test",
-    "turtledemo",
-    "tkinter",
-    "lib2to3",
-    "ensurepip",
-    "distutils",
+    *("encodings", "test", "tests", "idlelib", "idle_test", "turtledemo", "tkinter"),
+    *("lib2to3", "ensurepip", "distutils"),
 )
 
 
@@ -167,7 +159,8 @@ class Tokenizer:
         end: the token that ends a file; default: one of those with which tokenizers end a text.
 
     Attributes:
-        vocabulary: number of tokens, with the one that ends a file.
+        end: the token that ends a file.
+        vocabulary: number of tokens, with that one.
 
     Raises:
         ConfigError: the package is not installed, or the file cannot be used.
@@ -189,13 +182,8 @@ class Tokenizer:
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         known = [ids[token] for token in (end, *_END_TOKENS) if token in ids]
-        self._end = known[0] if known else max(ids.values(), default=-1) + 1
-        self.vocabulary = max([*ids.values(), self._end]) + 1
-
-    @property
-    def end(self) -> int:
-        """The token that ends a file."""
-        return self._end
+        self.end = known[0] if known else max(ids.values(), default=-1) + 1
+        self.vocabulary = max([*ids.values(), self.end]) + 1
 
     def encodes_as(self, other: Tokenizer) -> bool:
         """Return whether another tokenizer has the same tokens for every text."""
@@ -236,7 +224,7 @@ class Tokenizer:
         of_tokens = before[np.array([stop for _, stop in encoded.offsets], dtype=np.int64)]
         # Tokens that share the bytes of a character have its end, so that sums over tokens are sums over bytes.
         ends = np.append(np.maximum.accumulate(of_tokens), before[-1] + 1)
-        return np.array([*encoded.ids, self._end], dtype=np.int32), np.diff(ends, prepend=0)
+        return np.array([*encoded.ids, self.end], dtype=np.int32), np.diff(ends, prepend=0)
 
 
 def _bytes_before(text: str) -> np.ndarray:

@@ -15,16 +15,10 @@ import numpy as np
 
 from raypod.errors import DataMissing
 from raypod.plan.config import Config
-from raypod.plan.plan import DatasetSize
 from raypod.training.data.arrays import ArrayDataset, Augmentation, ImageShape, Splits, fingerprint_of
 
 TRAIN_SAMPLES, TEST_SAMPLES = 1437, 360  # of 1,797: every fifth image is a test image
 _FILE = Path(__file__).with_name("digits.csv.gz")
-
-
-def size(config: Config) -> DatasetSize:
-    """Return the numbers of samples, which are constant."""
-    return DatasetSize(TRAIN_SAMPLES, TEST_SAMPLES)
 
 
 def shape(config: Config) -> ImageShape:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import Any, Callable, ContextManager, Generator, Iterable, Iterator, Optional, Tuple
+from typing import Any, Callable, Generator, Iterable, Iterator, Optional, Tuple
 
 import numpy as np
 
@@ -18,17 +18,15 @@ from raypod.plan.placement import InstanceSpec
 from raypod.plan.plan import Plan, Segment
 from raypod.system import spans
 from raypod.training.data.loaders import CallLoader, GatherLoader, SampleLoader
-from raypod.training.data.loading import (
-    NO_EPOCH,
+from raypod.training.data.loading import NO_EPOCH, FixedShapes, Retry, map_ahead, prefetch, reading
+from raypod.training.data.order import (
     EpochSamples,
-    FixedShapes,
-    Retry,
-    map_ahead,
-    prefetch,
-    reading,
-    timed,
+    call_positions,
+    epoch_order,
+    in_place_of,
+    kept_samples,
+    samples_digest,
 )
-from raypod.training.data.order import call_positions, epoch_order, in_place_of, kept_samples, samples_digest
 from raypod.training.data.read_failures import ReadFailed
 from raypod.training.data.source import Batch, Source
 
@@ -41,6 +39,12 @@ class Feed:
     """Load the calls of one instance, for training and for evaluation.
 
     Samples that cannot be read because of their disk or network are read again, within `run.read_retry_s`.
+
+    Args:
+        plan, spec: of the run and of the instance.
+        source: of the samples.
+        pause: waits some seconds before samples are read again; what it raises ends the attempts.
+        in_processes: nothing is loaded in threads of this process, as its SDK holds the interpreter lock.
     """
 
     def __init__(
@@ -51,14 +55,6 @@ class Feed:
         pause: Callable[[float], object] = time.sleep,
         in_processes: bool = False,
     ) -> None:
-        """Load nothing yet.
-
-        Args:
-            plan, spec: of the run and of the instance.
-            source: of the samples.
-            pause: waits some seconds before samples are read again; what it raises ends the attempts.
-            in_processes: nothing is loaded in threads of this process, as its SDK holds the interpreter lock.
-        """
         self._new_retry = functools.partial(Retry, spec, plan.config.run.read_retry_s, pause)
         self._plan, self._spec, self._source = plan, spec, source
         source.begin()
@@ -121,12 +117,6 @@ class Feed:
             except ReadFailed as error:
                 self._end_stream()
                 retry.wait(error)
-
-    def timed_calls(
-        self, segment: Segment, waiting: Callable[[], ContextManager[Any]]
-    ) -> Generator[Tuple[Batch, float], None, None]:
-        """Yield the batches of `calls`, each with the seconds spent waiting for it, within the context `waiting()`."""
-        return timed(self.calls(segment), waiting)
 
     def samples_digest(self) -> str:
         """Return the digest of the sample indices of the call that `calls` yielded last, as loaded."""
@@ -230,13 +220,9 @@ class Feed:
 
     def _gather_call(self, split: Any, call: EpochSamples) -> Call:
         epoch, samples = call
-        with spans.measured("gather a batch", "loading"):
-            return samples, self._gather(split, epoch, samples)
-
-    def _gather(self, split: Any, epoch: int, samples: np.ndarray) -> Batch:
         random = None if epoch == NO_EPOCH else (self._plan.config.training.seed, epoch)
-        with reading():
-            return self._source.gather(split, samples, random)
+        with spans.measured("gather a batch", "loading"), reading():
+            return samples, self._source.gather(split, samples, random)
 
 
 def _check(source: Source, split: str, sample: Any, index: int) -> None:

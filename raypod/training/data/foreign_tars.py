@@ -21,10 +21,10 @@ from raypod.training.data import packing, shards
 from raypod.training.data.image_files import SUFFIXES
 from raypod.training.data.order import packed_order
 from raypod.training.data.packed_samples import FILE_NAME, MEMBERS, kind_of_file
-from raypod.training.data.shards import Field, Index, Shard, SplitIndex
+from raypod.training.data.shards import Field, Shard, SplitIndex
+from raypod.training.data.tables import SPLIT_NAMES
 
 _LABEL = "cls"
-_TRAIN, _TEST = ("train",), ("test", "validation", "val")
 
 
 class _Sample(NamedTuple):
@@ -40,7 +40,7 @@ def tars_in(folder: Path) -> Optional[Dict[str, List[Path]]]:
     Those of a split lie in a folder with its name, or their names contain it. Tars without the name of a split are the
     training split.
     """
-    found = {split: _tars(folder, names) for split, names in zip(shards.SPLITS, (_TRAIN, _TEST))}
+    found = {split: _tars(folder, names) for split, names in zip(shards.SPLITS, SPLIT_NAMES)}
     found["test"] = [path for path in found["test"] if path not in found["train"]]
     if not found["train"]:
         found["train"] = sorted(set(folder.glob("*.tar")) - set(found["test"]))
@@ -108,19 +108,15 @@ def index_tars(
             described[split] = SplitIndex(samples=len(rows), shards=tuple(listed))
         most = [int(arrays["labels"].max(initial=-1)) for arrays in written.values()] if is_image else [-1]
         fields = tuple(Field(name=each, kind=kind_of_file(each)) for each in wanted)
-        index = Index(
-            format=shards.FORMAT,
-            version=shards.VERSION,
-            classes=tuple(map(str, range(max(most) + 1))),
-            structure=None if is_image else MEMBERS,
-            fields=() if is_image else fields,
-            arrays=packing.write_arrays(folder, written),
-            **described,
-        )
-        packing.write_index(folder, index)
-    unused = [suffix for suffix in first.files if is_image and suffix not in (images[0], _LABEL)]
-    note = [f"not used: {_listed(unused)}; a --task of your own gets the files that --columns names"] if unused else []
-    return packing.Packed(index.train.samples, index.test.samples, len(index.shards), shards.bytes_of(index), note)
+        unused = [suffix for suffix in first.files if is_image and suffix not in (images[0], _LABEL)]
+        note = f"not used: {_listed(unused)}; a --task of your own gets the files that --columns names"
+        index = {
+            "classes": tuple(map(str, range(max(most) + 1))),
+            "structure": None if is_image else MEMBERS,
+            "fields": () if is_image else fields,
+            "arrays": packing.write_arrays(folder, written),
+        }
+        return packing.write_index(folder, {**index, **described}, [note] if unused else [])
 
 
 def _arrays(rows: List[Tuple[Any, ...]], is_train: bool, is_image: bool) -> Dict[str, np.ndarray]:

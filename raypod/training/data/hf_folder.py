@@ -68,7 +68,8 @@ class HfFolder:
                 f"{self._flag}: the folder has no {TOKENIZER}, which "
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes"
             )
-        found = Tokenizer(str(path), f"{self._flag}: {TOKENIZER}", self._end())
+        end = self.special_token("eos_token") or self.special_token("sep_token")
+        found = Tokenizer(str(path), f"{self._flag}: {TOKENIZER}", end)
         size = self.config.get("vocab_size")
         if isinstance(size, int) and found.vocabulary > size:
             raise ConfigError(f"{self._flag}: the tokenizer has {found.vocabulary} tokens, and the model has {size}")
@@ -82,9 +83,6 @@ class HfFolder:
             if value is not None:
                 return str(value)
         return None
-
-    def _end(self) -> Optional[str]:
-        return self.special_token("eos_token") or self.special_token("sep_token")
 
     def check_length(self, length: int) -> None:
         """Raise ConfigError for more tokens than the model has positions."""

@@ -86,7 +86,6 @@ class PillowPreparation(Preparation):
         self._transform = transforms.Compose([*(flip if is_random else center), transforms.PILToTensor()])
 
     def __call__(self, image: Any, box: Box = WHOLE) -> torch.Tensor:
-        """See `Preparation.__call__`."""
         image = eight_bit(image, "RGB")
         if self._is_random:
             crop = _drawn_crop(image.height, image.width, box)
@@ -111,13 +110,11 @@ class SimplejpegPreparation(Preparation):
         _simplejpeg()
 
     def __call__(self, image: Any, box: Box = WHOLE) -> torch.Tensor:
-        """See `Preparation.__call__`."""
         pixels = np.asarray(eight_bit(image, "RGB"))
         height, width = pixels.shape[:2]
         return _cut(pixels, self._window(height, width, box), 1, self._side)
 
     def decode(self, data: bytes, box: Box = WHOLE) -> torch.Tensor:
-        """See `Preparation.decode`."""
         size = _size_of_jpeg(data)
         if size is None:
             return super().decode(data, box)
@@ -168,12 +165,10 @@ class FurtherChanged(Preparation):
         self._changes = transforms.Compose(steps)
 
     def __call__(self, image: Any, box: Box = WHOLE) -> torch.Tensor:
-        """See `Preparation.__call__`."""
         sample: torch.Tensor = self._changes(self._first(image, box))
         return sample
 
     def decode(self, data: bytes, box: Box = WHOLE) -> torch.Tensor:
-        """See `Preparation.decode`."""
         sample: torch.Tensor = self._changes(self._first.decode(data, box))
         return sample
 
@@ -300,5 +295,4 @@ def _resized_by_pillow(pixels: np.ndarray, window: Window, factor: int) -> np.nd
     left, top = window.left / factor, window.top / factor
     box = (left, top, left + window.width / factor, top + window.height / factor)
     size = (window.columns, window.rows)
-    resized: np.ndarray = np.array(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR, box=box))
-    return resized
+    return np.array(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR, box=box))

@@ -6,26 +6,26 @@ Samples are decoded one by one in worker processes; the cache contains only the 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
-from typing import Any, Iterator, List, Optional, Tuple, Union
+from typing import Any, Iterator, List, Optional, Tuple
 
 import numpy as np
 
 from raypod.errors import ConfigError, DataMissing, as_utf8
-from raypod.plan.config import BOXES, CONTENTS, IMAGE_SIDE, LANGUAGE_MODEL, TEST_SAMPLE, Config
+from raypod.plan.config import BOXES, CONTENTS, IMAGE_SIDE, TEST_SAMPLE, Config
 from raypod.plan.plan import DatasetSize
 from raypod.system.command_line import counted
 from raypod.system.files import looked_in
 from raypod.system.urls import is_url
-from raypod.training.data import shards
+from raypod.training.data import packed_samples, shards
 from raypod.training.data.arrays import ImageShape, Splits, fingerprint_of_bytes
 from raypod.training.data.bounding_boxes import boxes_of
 from raypod.training.data.cache import Arrays, Cache, data_dir
 from raypod.training.data.image_files import KINDS, FolderFiles, ImageFiles, ImageWalk, contents_of, warnings_of
-from raypod.training.data.shard_stream import StreamedShards
+from raypod.training.data.shard_stream import Packed, StreamedShards
 
-Packed = Union[shards.PackedFolder, StreamedShards]
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 _IMAGENET_CLASSES = 1000
 
@@ -33,25 +33,19 @@ _IMAGENET_CLASSES = 1000
 def size(config: Config) -> DatasetSize:
     """Return the numbers of samples, and what is lost of their pixels; writes nothing and opens only a few images."""
     packed = _packed(config)
-    if isinstance(packed, StreamedShards):
-        return _packed_size(config, packed, [])
     if packed is not None:
+        found = packed_samples.size_of(packed, config)
+        if isinstance(packed, StreamedShards):
+            return found
         arrays = packed.arrays()
-        files = [packed.files(split, arrays) for split in shards.SPLITS]
-        return _packed_size(config, packed, _lost(config, files, arrays))
+        lost = _lost(config, [packed.files(split, arrays) for split in shards.SPLITS], arrays)
+        return dataclasses.replace(found, notes=(*found.notes, *lost))
     root = _root(config)
     arrays = _arrays(config, root, writes=False)
     _boxes(config, arrays)
     skipped = [os.fsdecode(each) for each in arrays["skipped"].tolist() if each]
     lost = _lost(config, [FolderFiles(root, arrays[f"{split}_files"]) for split in shards.SPLITS], arrays)
     return DatasetSize(len(arrays["train_labels"]), len(arrays["test_labels"]), notes=(*skipped, *lost))
-
-
-def _packed_size(config: Config, packed: Packed, lost: List[str]) -> DatasetSize:
-    index = packed.index
-    counts = () if config.data.shuffle_window is None else shards.samples_of_shards(index, packed.arrays)
-    notes = (*packed.notes(config), *lost)
-    return DatasetSize(index.train.samples, index.test.samples, notes=notes, shards=counts)
 
 
 def _lost(config: Config, files: List[Any], arrays: Arrays) -> List[str]:
@@ -156,8 +150,7 @@ def _packed(config: Config) -> Optional[Packed]:
                 f"--bounding-boxes {config.data.bounding_boxes} has no effect on shards, which {packed} has: "
                 "omit it, or train with the folder that was packed"
             )
-        if packed.index.text is not None:
-            raise ConfigError(f"{packed} has a text: train with --task {LANGUAGE_MODEL} --data-dir {packed}")
+        packed_samples.check_no_text(packed)
         if packed.index.structure is not None:
             raise ConfigError(
                 f"{packed} has no images of a folder: train with the --task whose data was packed, or with --dataset "

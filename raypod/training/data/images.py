@@ -34,7 +34,6 @@ class ImageSource(Source):
         self._host_size = _host_size(splits, config.data.eight_bit_io, config.data.image_size)
 
     def gather(self, split: Any, samples: np.ndarray, seed_and_epoch: Optional[Tuple[int, int]]) -> Batch:
-        """See `Source.gather`."""
         images, labels = gather(split, samples, self._splits.augmentation, seed_and_epoch, self._host_size)
         return self.to_device_format((torch.from_numpy(images), torch.from_numpy(labels)))
 
@@ -47,7 +46,6 @@ class ImageSource(Source):
         return batch if words is None else (*batch, torch.from_numpy(words))
 
     def check_sample(self, sample: Any, name: str = FIRST) -> None:
-        """See `Source.check_sample`."""
         dataset = self._config.data.dataset
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             raise ConfigError(f"{dataset}: a sample must be (image, label), but {name} is a {type(sample).__name__}")
@@ -58,10 +56,11 @@ class ImageSource(Source):
         of = "" if name == FIRST else f" as that of {name}"
         if image.ndim != 3:
             raise ConfigError(f"{dataset}: images must be [channels, height, width], not {list(image.shape)}{of}")
-        if not _is_image(image):
+        dtype = str(image.dtype).rpartition(".")[2]
+        if dtype not in ("uint8", "bool") and "float" not in dtype:
             raise ConfigError(
                 f"{dataset}: images must be uint8, which are divided by 255, or floating-point numbers, which are used "
-                f"as they are, not {str(image.dtype).rpartition('.')[2]}{of}; convert them in your data set"
+                f"as they are, not {dtype}{of}; convert them in your data set"
             )
         if not isinstance(label, (int, np.integer, np.ndarray, torch.Tensor)):
             kind = type(label).__name__
@@ -79,7 +78,11 @@ class ImageSource(Source):
         self._check_labels(labels)
         data, size = self._config.data, self._host_size
         if size is not None and images.shape[-2:] != (size, size):
-            images = self._resized(images, size)
+            if images.dtype != torch.uint8:
+                raise ConfigError(
+                    f"--image-size {size} needs uint8 images, but those of {data.dataset} are {images.dtype}"
+                )
+            images = torch.from_numpy(resize(images.numpy(), (size, size)))
         if data.eight_bit_io:
             if images.dtype != torch.uint8:
                 raise ConfigError(f"--eight-bit-io needs uint8 images, but those of {data.dataset} are {images.dtype}")
@@ -100,18 +103,6 @@ class ImageSource(Source):
                 f"{name}: found label {low if low < 0 else high}, but labels of {classes} classes are 0 to "
                 f"{classes - 1}; your own data set returns (train, test, number of classes)"
             )
-
-    def _resized(self, images: torch.Tensor, size: int) -> torch.Tensor:
-        if images.dtype != torch.uint8:
-            name = self._config.data.dataset
-            raise ConfigError(f"--image-size {size} needs uint8 images, but those of {name} are {images.dtype}")
-        return torch.from_numpy(resize(images.numpy(), (size, size)))
-
-
-def _is_image(image: Any) -> bool:
-    """Whether the pixels of a tensor or array are of a type that `to_device_format` converts to those of a network."""
-    name = str(image.dtype).rpartition(".")[2]
-    return name in ("uint8", "bool") or "float" in name
 
 
 def input_shape(config: Config, sent: torch.Tensor) -> Tuple[int, int]:
@@ -205,8 +196,7 @@ def _coefficients(
         is_accepted = np.logaddexp(first, second) <= 0
         found[missing[is_accepted]] = 1 / (1 + np.exp(-np.abs(first - second)[is_accepted]))
         missing, attempt = missing[~is_accepted], attempt + 1
-    rounded: np.ndarray = np.rint(found * _LEVELS) / _LEVELS
-    return rounded
+    return np.rint(found * _LEVELS) / _LEVELS
 
 
 def _boxes(data: DataSection, fractions: np.ndarray, size: Tuple[int, int]) -> np.ndarray:

@@ -74,8 +74,7 @@ def read_examples(
 
 
 def _labels(form: Form, example: Example) -> Sequence[str]:
-    found: Sequence[str] = example[1] if form.is_list else [example[1]]
-    return found
+    return example[1] if form.is_list else [example[1]]
 
 
 def _natural(label: str) -> Tuple[int, int, str]:
@@ -84,7 +83,14 @@ def _natural(label: str) -> Tuple[int, int, str]:
 
 
 def _read(form: Form, flag: str, names: Sequence[str]) -> List[Example]:
-    return [example for name in names for example in _of_file(form, flag, name)]
+    found: List[Example] = []
+    for name in names:
+        rows = _rows(form, name, _content(f"{flag} {name}", name, _SUFFIXES))
+        examples = [_example(form, row, f"{name}, line {line}") for line, row in rows]
+        if not examples:
+            raise ConfigError(f"{flag} {name} has no examples")
+        found += examples
+    return found
 
 
 def texts_in(form: Form, names: Sequence[str]) -> Iterator[str]:
@@ -104,15 +110,6 @@ def _text(form: Form, row: Dict[str, Any], where: str) -> str:
     if not isinstance(row.get(form.inputs), str):
         raise ConfigError(f"{where} has no {form.inputs}; it has {', '.join(map(str, row))}")
     return str(row[form.inputs])
-
-
-def _of_file(form: Form, flag: str, name: str) -> Iterator[Example]:
-    empty = True
-    for line, row in _rows(form, name, _content(f"{flag} {name}", name, _SUFFIXES)):
-        empty = False
-        yield _example(form, row, f"{name}, line {line}")
-    if empty:
-        raise ConfigError(f"{flag} {name} has no examples")
 
 
 def _content(shown: str, name: str, suffixes: Sequence[str]) -> str:

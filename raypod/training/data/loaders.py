@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from raypod.errors import ConfigError, summarize_exception
-from raypod.training.data.loading import JOIN_TIMEOUT_S, EpochSamples, SeededSamples, collated, way_out_of
+from raypod.training.data.loading import JOIN_TIMEOUT_S, SeededSamples, collated, way_out_of
+from raypod.training.data.order import EpochSamples
 
 Item = TypeVar("Item")
 

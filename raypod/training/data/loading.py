@@ -11,19 +11,7 @@ import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Deque,
-    Generator,
-    Iterator,
-    List,
-    Optional,
-    Sequence,
-    Tuple,
-    TypeVar,
-)
+from typing import Any, Callable, ContextManager, Deque, Generator, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
 import numpy as np
 import torch
@@ -38,7 +26,6 @@ from raypod.training.data.read_failures import ReadFailed, StillLoading
 
 Item = TypeVar("Item")
 Request = TypeVar("Request")
-EpochSamples = Tuple[int, np.ndarray]  # the samples of one call: (epoch, indices int64 [combined_batch_size])
 NO_EPOCH = 1 << 32  # the epoch of evaluation, so that it draws the same random numbers each time
 JOIN_TIMEOUT_S = 1.0  # on close, before a blocked thread or worker process is interrupted
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # before samples are read again

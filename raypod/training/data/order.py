@@ -14,6 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from raypod.plan.plan import Geometry
 
+EpochSamples = Tuple[int, np.ndarray]  # the samples of one call: (epoch, indices int64 [combined_batch_size])
 _ORDER, _AUGMENTATION, _PAIRS, _SHARDS = 1, 2, 3, 4  # independent streams of random numbers
 
 
@@ -33,10 +34,7 @@ def epoch_order(
     order: np.ndarray = np.argsort(keys, kind="stable")
     if window is None:
         return order
-    ranks = np.empty(len(shards), dtype=np.int64)
-    ranks[np.argsort(hash_integers(_SHARDS, seed, epoch, np.arange(len(shards))), kind="stable")] = np.arange(
-        len(shards)
-    )
+    ranks = np.argsort(np.argsort(hash_integers(_SHARDS, seed, epoch, np.arange(len(shards))), kind="stable"))
     windows = np.empty(num_samples, dtype=np.int64)  # of each sample
     windows[packed_order(num_samples)] = np.repeat(ranks // window, shards)
     return order[np.argsort(windows[order], kind="stable")]
@@ -55,8 +53,7 @@ def in_place_of(left_out: Sequence[int], samples: np.ndarray, num_samples: int) 
     if not left_out:
         return samples
     kept = kept_samples(left_out, num_samples)
-    found: np.ndarray = kept[np.searchsorted(kept, samples) % len(kept)]
-    return found
+    return kept[np.searchsorted(kept, samples) % len(kept)]
 
 
 def kept_samples(left_out: Sequence[int], num_samples: int) -> np.ndarray:
@@ -80,8 +77,7 @@ def call_positions(geometry: Geometry, instance: int, call: int) -> np.ndarray:
     first = call * geometry.samples_per_call
     positions = np.arange(first, first + geometry.samples_per_call).reshape(shape)
     replicas = geometry.replicas_of(instance)
-    fed: np.ndarray = positions[:, :, replicas.start : replicas.stop].reshape(-1)
-    return fed
+    return positions[:, :, replicas.start : replicas.stop].reshape(-1)
 
 
 def augmentation_integers(seed: int, epoch: int, samples: np.ndarray, bounds: int, draws: int) -> np.ndarray:

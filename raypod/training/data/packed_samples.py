@@ -13,9 +13,8 @@ import math
 import re
 import sys
 import tarfile
-from pathlib import Path
 from tarfile import BLOCKSIZE
-from typing import Any, Callable, Dict, List, NamedTuple, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import numpy as np
 from numpy.lib import format as npy
@@ -29,14 +28,12 @@ from raypod.training.data import shards
 from raypod.training.data.arrays import ImageShape, Splits, fingerprint_of_bytes
 from raypod.training.data.cache import data_dir
 from raypod.training.data.image_files import Files
-from raypod.training.data.shard_stream import StreamedShards
+from raypod.training.data.shard_stream import Packed, StreamedShards
 from raypod.training.data.shards import Field
 
-Packed = Union[shards.PackedFolder, StreamedShards]
 MEMBERS = "members"  # the structure of samples of tars of others, which are dicts of files (see `foreign_tars`)
-FILE_NAME = re.compile(
-    r"((?:.*/|)[^.]+)[.]([A-Za-z0-9_.-]{1,64})$", re.DOTALL
-)  # in a tar: the key of the sample, and the suffix
+# In a tar: the key of the sample, and the suffix.
+FILE_NAME = re.compile(r"((?:.*/|)[^.]+)[.]([A-Za-z0-9_.-]{1,64})$", re.DOTALL)
 # As webdataset decodes files, by the last part of their suffixes; others are bytes.
 _FILE_KINDS = {
     "npy": "array",
@@ -241,9 +238,8 @@ def opened(config: Config) -> Packed:
     else:
         folder = data_dir(config, "what `raypod pack` has written")
         if not shards.is_packed(folder):
-            raise DataMissing(
-                f"--data-dir {folder} has no {shards.INDEX}, which `raypod pack` writes{_looked_in(folder)}"
-            )
+            where = "" if folder.is_dir() else looked_in(folder)
+            raise DataMissing(f"--data-dir {folder} has no {shards.INDEX}, which `raypod pack` writes{where}")
         packed = shards.PackedFolder(folder)
     check_no_text(packed)
     if packed.index.structure is None:
@@ -255,10 +251,6 @@ def check_no_text(packed: Packed) -> None:
     """Raise ConfigError for a text, which has no samples."""
     if packed.index.text is not None:
         raise ConfigError(f"{packed} has a text: train with --task {LANGUAGE_MODEL} --data-dir {packed}")
-
-
-def _looked_in(folder: Path) -> str:
-    return "" if folder.is_dir() else looked_in(folder)
 
 
 def splits_of(packed: Packed, config: Config) -> Tuple[PackedSamples, PackedSamples]:
@@ -283,12 +275,12 @@ def size_of(packed: Packed, config: Config) -> DatasetSize:
 
 
 def size(config: Config) -> DatasetSize:
-    """See `DatasetSource.size`."""
+    """See `registry.dataset_size`."""
     return size_of(_images(config), config)
 
 
 def shape(config: Config) -> ImageShape:
-    """See `DatasetSource.shape`: that of the first training image."""
+    """See `registry.image_shape`: that of the first training image."""
     packed = _images(config)
     train, _ = splits_of(packed, config)
     image = np.shape(train[0][0])
@@ -298,7 +290,7 @@ def shape(config: Config) -> ImageShape:
 
 
 def load(config: Config) -> Splits:
-    """See `DatasetSource.load`."""
+    """See `registry.load`."""
     packed = _images(config)
     train, test = splits_of(packed, config)
     return Splits(train, test, len(packed.index.classes), train.fingerprint, names=packed.index.classes)

@@ -16,7 +16,7 @@ import contextlib
 import io
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Callable, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 from numpy.lib import format as npy
@@ -28,11 +28,8 @@ from raypod.system.urls import is_url
 from raypod.training.data import packing, shards
 from raypod.training.data.arrays import load_mapped
 from raypod.training.data.corpus import BYTES, Piece, Pieces, Text, Tokenizer, encoded_pieces
-from raypod.training.data.shard_stream import StreamedShards
-from raypod.training.data.shards import Index, Shard, SplitIndex, TextIndex
-
-if TYPE_CHECKING:
-    from raypod.training.data.packing import Packed
+from raypod.training.data.shard_stream import Packed, StreamedShards
+from raypod.training.data.shards import Shard, SplitIndex, TextIndex
 
 _HEADER_BYTES = 128  # of a .npy file of one dimension
 _TOKENIZER = "tokenizer.json"
@@ -41,7 +38,7 @@ _MOST_UINT16 = 1 << 16
 
 def pack_text(
     name: str, pieces: Pieces, tokenizer: Optional[str], target: Path, on_bytes: Callable[[int, int], object]
-) -> Packed:
+) -> packing.Packed:
     """Tokenize a text into the new folder `target`; one file of the text is in memory at a time.
 
     Args:
@@ -79,20 +76,12 @@ def pack_text(
         }
         from raypod.training.data.text import hash_of  # imports torch
 
-        index = Index(
-            format=shards.FORMAT,
-            version=shards.VERSION,
-            classes=(),
-            text=TextIndex(
-                vocabulary=BYTES if found is None else found.vocabulary,
-                tokenizer=stored and _listed(folder, stored),
-                sha256=hash_of(*texts),
-            ),
-            arrays={},
-            **splits,
+        described = TextIndex(
+            vocabulary=BYTES if found is None else found.vocabulary,
+            tokenizer=stored and _listed(folder, stored),
+            sha256=hash_of(*texts),
         )
-        packing.write_index(folder, index)
-    return packing.Packed(index.train.samples, index.test.samples, len(index.shards), shards.bytes_of(index), [])
+        return packing.write_index(folder, {"classes": (), "text": described, "arrays": {}, **splits})
 
 
 def _write_split(
@@ -166,7 +155,7 @@ class PackedText:
         content: `text.hash_of` its splits.
     """
 
-    def __init__(self, packed: Union[shards.PackedFolder, StreamedShards], text: TextIndex) -> None:
+    def __init__(self, packed: Packed, text: TextIndex) -> None:
         self._packed, self._text, self.index, self.content = packed, text, packed.index, text.sha256
 
     def tokenizer(self) -> Optional[Tokenizer]:
@@ -217,7 +206,7 @@ def opened(config: Config) -> PackedText:
             f"--shuffle-window {data.shuffle_window} has no effect on a text, whose order is of all: omit it"
         )
     if is_url(place):
-        packed: Union[shards.PackedFolder, StreamedShards] = StreamedShards(config)
+        packed: Packed = StreamedShards(config)
     else:
         folder = Path(place).expanduser()
         if not shards.is_packed(folder):

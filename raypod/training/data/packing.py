@@ -11,9 +11,10 @@ import os
 import shutil
 import tarfile
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
+import xxhash
 from typing_extensions import Protocol
 
 from raypod.errors import ConfigError, WaitTimedOut, summarize_exception
@@ -115,18 +116,12 @@ def _write(
 
     with packed_folder(name, target) as partial:
         packed = {split: _Split(content, partial, split) for split, content in contents.items()}
-        listed = {split: packed[split].write(shard_bytes, count) for split in shards.SPLITS}
+        splits = {
+            split: SplitIndex(samples=len(contents[split]), shards=tuple(packed[split].write(shard_bytes, count)))
+            for split in shards.SPLITS
+        }
         checksums = write_arrays(partial, {split: content.arrays for split, content in packed.items()})
-        index = Index(
-            format=shards.FORMAT,
-            version=shards.VERSION,
-            train=SplitIndex(samples=len(contents["train"]), shards=tuple(listed["train"])),
-            test=SplitIndex(samples=len(contents["test"]), shards=tuple(listed["test"])),
-            arrays=checksums,
-            **described,
-        )
-        write_index(partial, index)
-    return Packed(index.train.samples, index.test.samples, len(index.shards), shards.bytes_of(index), [])
+        return write_index(partial, {**splits, **described, "arrays": checksums})
 
 
 @contextlib.contextmanager
@@ -147,10 +142,12 @@ def packed_folder(name: str, target: Path) -> Iterator[Path]:
         raise ConfigError(f"cannot pack {name} into {target}: {_reason(error)}") from None
 
 
-def write_index(folder: Path, index: Index) -> None:
-    """Write the index of a packed folder. OSError as from the file system."""
+def write_index(folder: Path, fields: Mapping[str, Any], skipped: Sequence[str] = ()) -> Packed:
+    """Write the index of a packed folder, with these fields of `Index`. OSError as from the file system."""
+    index = Index(format=shards.FORMAT, version=shards.VERSION, **fields)
     with new_file(folder / shards.INDEX) as file:
         file.write(index.model_dump_json(indent=1).encode())
+    return Packed(index.train.samples, index.test.samples, len(index.shards), shards.bytes_of(index), list(skipped))
 
 
 @contextlib.contextmanager
@@ -332,13 +329,13 @@ class _Tar:
     """A tar file that is being written, with its size and its checksum. The same members make the same bytes."""
 
     def __init__(self, output: NewFile) -> None:
-        self._output, self._digest = output, shards.new_checksum()
+        self._output, self._digest = output, xxhash.xxh3_128()
         self.size = 0
 
     @property
     def checksum(self) -> str:
         """XXH3-128 of all bytes so far."""
-        return str(self._digest.hexdigest())
+        return self._digest.hexdigest()
 
     def add(self, files: List[Tuple[str, bytes]]) -> Tuple[int, bytes]:
         """Append files; return where the content of the first begins, and all from there to the end of the last."""

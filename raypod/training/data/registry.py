@@ -10,32 +10,20 @@ import dataclasses
 import importlib
 from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional
 
-from typing_extensions import Protocol
-
 from raypod.errors import ConfigError, DataMissing
 from raypod.plan.config import DOWNLOADED, Config
 from raypod.plan.plan import DatasetSize
 from raypod.system.command_line import nearest
 
 if TYPE_CHECKING:
-    from raypod.training.data.arrays import Augmentation, ImageShape, Splits
-
-
-class DatasetSource(Protocol):
-    """A data set. To add a data set, implement `DatasetSource` in a module and add it to `_BY_NAME`."""
-
-    def size(self, config: Config) -> DatasetSize:
-        """Return the numbers of samples."""
-
-    def shape(self, config: Config) -> ImageShape:
-        """Return the shape of the images and the number of classes."""
-
-    def load(self, config: Config) -> Splits:
-        """Return the splits, with the default augmentation of the data set."""
+    from raypod.training.data.arrays import ImageShape, Splits
 
 
 class _Entry(NamedTuple):
-    """A data set: a module of this folder, or an object in it.
+    """A data set: a module of this folder, or an object in it, with the functions `size`, `shape` and `load`.
+
+    Each gets the config. They return what `dataset_size`, `image_shape` and `load` return; `load` with the default
+    augmentation of the data set. A constant size has no function.
 
     Attributes:
         size: the numbers of samples if they are constant.
@@ -61,14 +49,9 @@ _BY_NAME: Dict[str, _Entry] = {
 
 
 def dataset_size(config: Config) -> DatasetSize:
-    """Return the numbers of samples, without loading the images.
-
-    Raises:
-        ConfigError: as `load`.
-    """
+    """Return the numbers of samples, without loading the images. ConfigError as `load`."""
     entry = _entry(config)
-    size: DatasetSize = entry.size if entry.size is not None else _source(entry).size(config)
-    return size
+    return entry.size if entry.size is not None else _source(entry).size(config)
 
 
 def dataset_size_or_published(config: Config) -> DatasetSize:
@@ -87,11 +70,7 @@ def dataset_size_or_published(config: Config) -> DatasetSize:
 
 
 def image_shape(config: Config) -> ImageShape:
-    """Return the shape of the images as the network sees them, and the number of classes.
-
-    Raises:
-        ConfigError: as `load`.
-    """
+    """Return the shape of the images as the network sees them, and the number of classes. ConfigError as `load`."""
     found: ImageShape = _source(_entry(config)).shape(config)
     return found if config.data.image_size is None else dataclasses.replace(found, side=config.data.image_size)
 
@@ -102,10 +81,15 @@ def load(config: Config) -> Splits:
     Raises:
         ConfigError: the name is unknown, files are missing or damaged, or the user's data set cannot be used.
     """
-    from raypod.training.data.arrays import ArrayDataset
+    from raypod.training.data.arrays import ArrayDataset, Augmentation
 
     splits: Splits = _source(_entry(config)).load(config)
-    augmentation = _augmentation(config, splits.augmentation)
+    data, default, augmentation = config.data, splits.augmentation, Augmentation()
+    if data.augment:
+        augmentation = Augmentation(
+            padding=default.padding if data.crop_padding is None else data.crop_padding,
+            flip=default.flip if data.flip is None else data.flip,
+        )
     if isinstance(splits.train, ArrayDataset) and augmentation.padding >= min(splits.train.images.shape[2:]):
         height, width = splits.train.images.shape[2:]
         raise ConfigError(
@@ -122,7 +106,7 @@ def download(config: Config) -> None:
 
 
 def _source(entry: _Entry) -> Any:
-    """Return the `DatasetSource` of an entry, whose module is imported."""
+    """Return the module, which is imported, or the object of an entry."""
     module = importlib.import_module(f"raypod.training.data.{entry.module}")
     return getattr(module, entry.name) if entry.name else module
 
@@ -136,16 +120,4 @@ def _entry(config: Config) -> _Entry:
     similar = "".join(f"; did you mean {each}?" for each in nearest(name, _BY_NAME))
     raise ConfigError(
         f"unknown data set {name!r}{similar}; known: {', '.join(_BY_NAME)}, or module:function for your own data set"
-    )
-
-
-def _augmentation(config: Config, default: Augmentation) -> Augmentation:
-    """Return the configured augmentation, with the data set's default for settings that are not set."""
-    data = config.data
-    if not data.augment:
-        return dataclasses.replace(default, padding=0, flip=False)
-    return dataclasses.replace(
-        default,
-        padding=default.padding if data.crop_padding is None else data.crop_padding,
-        flip=default.flip if data.flip is None else data.flip,
     )

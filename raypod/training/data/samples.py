@@ -100,11 +100,9 @@ class SampleSource(Source):
         self.fingerprint = _fingerprint(task, self.train, self.test)
 
     def gather(self, split: Any, samples: np.ndarray, seed_and_epoch: Optional[Tuple[int, int]]) -> Batch:
-        """See `Source.gather`."""
         return tuple(torch.from_numpy(values[samples]) for values in split.fields.values())
 
     def first_batch(self, seed: int) -> NamedBatch:
-        """See `Source.first_batch`."""
         return NamedBatch.of(super().first_batch(seed), self.names)
 
     def check_batches(self, seed: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -134,14 +132,11 @@ class SampleSource(Source):
                     collated(list(pair.values()), list(pair), f"{name} samples", way_out_of(split))
 
     def check_sample(self, sample: Any, name: str = FIRST) -> None:
-        """See `Source.check_sample`."""
         values = sample.items() if isinstance(sample, dict) else enumerate(_listed(sample))
         shown = "the first sample" if name == FIRST else name
         for entry, value in values:
-            is_number = isinstance(value, (torch.Tensor, int, float)) or (
-                isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc"
-            )
-            if not is_number:
+            is_array = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc"
+            if not is_array and not isinstance(value, (torch.Tensor, int, float)):
                 raise ConfigError(
                     f"task {self._task}: samples must be tensors, or tuples or dicts of tensors, but the entry "
                     f"{entry!r} of {shown} is a {type(value).__name__}: make a tensor of it in `collate`"

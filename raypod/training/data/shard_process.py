@@ -35,8 +35,8 @@ from raypod.training.data.shards import Shard
 _AT_A_TIME = 4  # downloads
 
 
-class _Downloader:
-    """Downloads the shards that are wanted."""
+class Downloader:
+    """Downloads the shards that are wanted; `answer` is called in threads."""
 
     def __init__(self, url: str, cache: ShardCache, answer: Callable[[Dict[str, Any]], object]) -> None:
         self._url, self._cache, self._answer = url, cache, answer
@@ -78,13 +78,6 @@ class _Downloader:
         return store
 
 
-def serve(url: str, cache: ShardCache, lines: Iterable[str], answer: Callable[[Dict[str, Any]], object]) -> None:
-    """Download what the lines want until they end; `answer` is called in threads."""
-    cache.remove_abandoned()
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        _Downloader(url, cache, answer).follow(lines, pool)
-
-
 def main() -> None:
     """Serve the process that has started this one."""
     url, folder, limit = sys.argv[1:]
@@ -98,7 +91,7 @@ def main() -> None:
             sys.stdout.write(json.dumps(content) + "\n")
             sys.stdout.flush()
 
-    _Downloader(url, cache, answer).follow(sys.stdin, ThreadPoolExecutor(_AT_A_TIME))
+    Downloader(url, cache, answer).follow(sys.stdin, ThreadPoolExecutor(_AT_A_TIME))
     os._exit(0)  # what is half downloaded is not needed any more
 
 

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optional, Set, Tuple, Union
 
 import numpy as np
 
@@ -29,11 +29,11 @@ from raypod.system.remote.store import Store
 from raypod.system.retries import growing, retried
 from raypod.training.data import shards
 from raypod.training.data.arrays import load_mapped
+from raypod.training.data.order import EpochSamples
 from raypod.training.data.read_failures import ReadFailed, StillLoading
 from raypod.training.data.shard_cache import DamagedShard, ShardCache
 from raypod.training.data.shards import Index, PackedFiles, Shard, shown_bytes
 
-EpochSamples = Tuple[int, np.ndarray]  # as in `loading`, which imports torch
 _MODULE = "raypod.training.data.shard_process"
 _ATTEMPTS, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 4, 0.5, 4.0  # to read the index, or a single sample
 _POLL_S = 0.02
@@ -235,7 +235,6 @@ class StreamedFiles(PackedFiles):
             raise OSError(errno.EIO, f"{error}, by this disk") from error
 
     def name(self, index: int) -> str:
-        """See `Files.name`."""
         shard = self._shards[int(self._arrays["shards"][index])]
         return self._named(index, f"{self._url}/{shard.file}")
 
@@ -426,6 +425,9 @@ class StreamedShards:
         except Exception as error:  # noqa: BLE001 - storage libraries raise many exception types
             cause = str(error) if isinstance(error, DamagedShard) else describe(error)
             raise ConfigError(f"--data-dir: cannot read {path}: {cause}") from None
+
+
+Packed = Union[shards.PackedFolder, StreamedShards]  # what `raypod pack` has written
 
 
 def _unusable(url: str, shard: Shard, cause: str) -> ConfigError:

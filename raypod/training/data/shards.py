@@ -43,13 +43,11 @@ Checksum = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{32}$")]
 ShardPath = Annotated[str, pydantic.Field(pattern=r"^[a-z]+/[a-z0-9_]+\.(tar|npy|json)$")]
 
 
-class Shard(pydantic.BaseModel):
+class Shard(pydantic.BaseModel, frozen=True):
     """A tar file: its path in the packed folder, its size, the XXH3-128 of its content, and its number of samples.
 
     The number is missing in what earlier versions of raypod have packed.
     """
-
-    model_config = pydantic.ConfigDict(frozen=True)
 
     file: ShardPath
     bytes: int
@@ -57,38 +55,32 @@ class Shard(pydantic.BaseModel):
     samples: Optional[int] = None
 
 
-class Field(pydantic.BaseModel):
+class Field(pydantic.BaseModel, frozen=True):
     """An entry of every sample: its name, or its number in a tuple, and what it is as an object of Python.
 
     Files of tars of others have the names of their suffixes, and are also json, text or bytes.
     """
 
-    model_config = pydantic.ConfigDict(frozen=True)
-
     name: str = pydantic.Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
     kind: Literal["tensor", "array", "number", "json", "text", "bytes"]
 
 
-class TextIndex(pydantic.BaseModel):
+class TextIndex(pydantic.BaseModel, frozen=True):
     """Of a text (see `packed_text`): the number of different tokens, the tokenizer, and the hash of both splits."""
-
-    model_config = pydantic.ConfigDict(frozen=True)
 
     vocabulary: int
     tokenizer: Optional[Shard] = None
     sha256: str
 
 
-class SplitIndex(pydantic.BaseModel):
+class SplitIndex(pydantic.BaseModel, frozen=True):
     """The number of samples of a split, of a text that of its tokens, and its shards, of a text its arrays."""
-
-    model_config = pydantic.ConfigDict(frozen=True)
 
     samples: int
     shards: Tuple[Shard, ...]
 
 
-class Index(pydantic.BaseModel):
+class Index(pydantic.BaseModel, frozen=True):
     """The content of index.json.
 
     Attributes:
@@ -98,8 +90,6 @@ class Index(pydantic.BaseModel):
         train, test: the splits.
         arrays: XXH3-128 of each file in `index/`, by its name.
     """
-
-    model_config = pydantic.ConfigDict(frozen=True)
 
     format: str
     version: int
@@ -231,19 +221,13 @@ def verify(folder: Path, index: Index, on_bytes: Callable[[int], object]) -> Non
         on_bytes(shard.bytes)
 
 
-def new_checksum() -> Any:
-    """Return an empty XXH3-128, with `update` and `hexdigest`."""
-    return xxhash.xxh3_128()
-
-
 def checksum_of(path: Path) -> str:
     """Return the XXH3-128 of a file as hexadecimal digits. OSError as from the file system."""
-    digest = new_checksum()
+    digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):
             digest.update(chunk)
-    found: str = digest.hexdigest()
-    return found
+    return digest.hexdigest()
 
 
 def checksum_of_sample(data: bytes) -> int:

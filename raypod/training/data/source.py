@@ -8,7 +8,8 @@ from typing import Any, Iterator, Optional, Tuple
 import numpy as np
 import torch
 
-from raypod.training.data.loading import NO_EPOCH, EpochSamples, SeededSamples, collated
+from raypod.training.data.loading import NO_EPOCH, SeededSamples, collated
+from raypod.training.data.order import EpochSamples
 from raypod.training.data.shard_stream import StreamedFiles
 
 Batch = Tuple[torch.Tensor, ...]

@@ -24,7 +24,8 @@ from raypod.training.data.arrays import fingerprint_of_bytes, fingerprint_of_val
 PathLike = Union[str, "os.PathLike[str]"]
 _INSTALL = "pip install 'raypod[hf]'"
 _STATE, _SPLITS = "state.json", "dataset_dict.json"  # of a folder that `save_to_disk` has written
-_TRAIN, _TEST = ("train",), ("test", "validation", "val")  # names of splits; the first one that exists
+# Names of the training and of the test split; the first one that exists.
+SPLIT_NAMES = (("train",), ("test", "validation", "val"))
 _HASHED_ROWS = 1024  # of a table, evenly spaced
 _RELEASED_READS = 32  # of rows of a column, after which the pages of a mapped file leave the memory of the process
 _BATCH_BYTES, _MOST_ROWS, _BUFFER_BYTES = 1 << 25, 1 << 16, 1 << 20  # of what is read of Parquet files at a time
@@ -229,7 +230,8 @@ def _batches(pa: Any, files: Sequence[Path], columns: Optional[Sequence[str]]) -
             source = parquet.ParquetFile(str(file), buffer_size=_BUFFER_BYTES, pre_buffer=False)
             if first is None:
                 _check_columns(str(file), source.schema_arrow.names, columns)
-            fields = _chosen(pa, source.schema_arrow, columns)
+            known = source.schema_arrow.names  # a chosen column may be missing in a further file
+            fields = pa.schema([source.schema_arrow.field(name) for name in columns or known if name in known])
             first = first or fields
             if not fields.equals(first):
                 raise ConfigError(f"{file} has other columns than {files[0]}")
@@ -238,25 +240,16 @@ def _batches(pa: Any, files: Sequence[Path], columns: Optional[Sequence[str]]) -
                 yield from source.iter_batches(rows, row_groups=[group], columns=fields.names, use_threads=False)
 
 
-def _chosen(pa: Any, schema: Any, columns: Optional[Sequence[str]]) -> Any:
-    """Return the fields of the chosen columns, which may be missing; without metadata."""
-    known = [name for name in columns or schema.names if name in schema.names]
-    return pa.schema([schema.field(name) for name in known])
-
-
 def _rows_of_batch(group: Any) -> int:
     return max(1, min(_MOST_ROWS, _BATCH_BYTES * int(group.num_rows) // max(1, int(group.total_byte_size))))
 
 
 def _parquet_files(path: Path) -> List[Path]:
-    found = sorted(path.glob("*.parquet")) if path.is_dir() else _matching(path)
+    # Not `Path.glob`, whose pattern must not be absolute.
+    found = sorted(path.glob("*.parquet") if path.is_dir() else map(Path, glob.glob(str(path))))  # noqa: PTH207
     if not found:
         raise DataMissing(f"{path} is no Parquet file, and no folder of some{looked_in(path)}")
     return found
-
-
-def _matching(path: Path) -> List[Path]:
-    return sorted(map(Path, glob.glob(str(path))))  # noqa: PTH207 - the pattern may be absolute
 
 
 def _joined(pa: Any, files: Sequence[Path], tables: Sequence[Any]) -> Any:
@@ -381,12 +374,12 @@ def splits_in(folder: Path, columns: Optional[Sequence[str]], room: Path) -> Opt
     if (folder / _STATE).is_file():
         return _saved(folder, columns, _MappedFiles()), []
     if (folder / _SPLITS).is_file():
-        found = [next((folder / name for name in names if is_saved(folder / name)), None) for names in (_TRAIN, _TEST)]
+        found = [next((folder / name for name in names if is_saved(folder / name)), None) for names in SPLIT_NAMES]
         if found[0] is None:
-            raise ConfigError(f"{folder} has no split {_TRAIN[0]}: pack the folder of one of its splits")
+            raise ConfigError(f"{folder} has no split train: pack the folder of one of its splits")
         tables = [_saved(each, columns, _MappedFiles()) for each in found if each is not None]
         return tables[0], tables[1] if len(tables) > 1 else []
-    train, test = (_parquet_pattern(folder, names) for names in (_TRAIN, _TEST))
+    train, test = (_parquet_pattern(folder, names) for names in SPLIT_NAMES)
     if train is None:
         return None
     return streamed_parquet(train, columns, room), [] if test is None else streamed_parquet(test, columns, room)

@@ -61,17 +61,12 @@ class TextSource(Source):
         self.fingerprint = fingerprint_of_values(train.length, content or hash_of(train.text, test.text))
 
     def gather(self, split: Any, samples: np.ndarray, seed_and_epoch: Optional[Tuple[int, int]]) -> Batch:
-        """See `Source.gather`.
-
-        Raises:
-            ConfigError: the text of this host is shorter than that of the plan.
-        """
+        """See `Source.gather`. ConfigError if the text of this host is shorter than that of the plan."""
         self._check(split, samples)
         positions = samples[:, None] * split.length + np.arange(split.length + 1)
         return self.to_device_format((split.text.tokens[positions], split.num_bytes(samples)))
 
     def to_device_format(self, batch: Any) -> Batch:
-        """See `Source.to_device_format`."""
         return tuple(torch.from_numpy(each.astype(np.int32)) for each in batch)
 
     def _check(self, split: Any, samples: np.ndarray) -> None:
@@ -180,7 +175,6 @@ class MaskedSource(TextSource):
         self.fingerprint = fingerprint_of_values(self.fingerprint, share, mask)
 
     def gather(self, split: Any, samples: np.ndarray, seed_and_epoch: Optional[Tuple[int, int]]) -> Batch:
-        """See `Source.gather`."""
         windows, _ = super().gather(split, samples, seed_and_epoch)
         tokens = windows.numpy()[:, :-1].copy()
         seed, epoch = (self._seed, NO_EPOCH) if seed_and_epoch is None else seed_and_epoch

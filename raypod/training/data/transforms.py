@@ -70,8 +70,7 @@ def crop(images: np.ndarray, offsets: np.ndarray, padding: int) -> np.ndarray:
     padded = np.zeros((count, channels, height + 2 * padding, width + 2 * padding), dtype=images.dtype)
     padded[:, :, padding : padding + height, padding : padding + width] = images
     windows = sliding_window_view(padded, (height, width), axis=(2, 3))
-    cropped: np.ndarray = windows[np.arange(count), :, offsets[:, 0], offsets[:, 1]]
-    return cropped
+    return windows[np.arange(count), :, offsets[:, 0], offsets[:, 1]]
 
 
 def flip(images: np.ndarray, flipped: np.ndarray) -> np.ndarray:
@@ -89,8 +88,7 @@ def resize(images: np.ndarray, target: Tuple[int, int]) -> np.ndarray:
         return _double(images)
     bytes_in = torch.from_numpy(np.ascontiguousarray(images))
     resized = functional.interpolate(bytes_in, target, mode="bilinear", antialias=True, align_corners=False)
-    found: np.ndarray = resized.numpy()
-    return found
+    return resized.numpy()
 
 
 def _double(images: np.ndarray) -> np.ndarray:
@@ -191,8 +189,7 @@ class OnDeviceNormalization(nn.Module):
         """Map uint8 or floating [n, c, h, w] to floating [n, c, h, w]."""
         if images.dtype != torch.uint8:
             return images
-        normalized: torch.Tensor = images.to(self.dtype) * self.scale - self.offset
-        return normalized
+        return images.to(self.dtype) * self.scale - self.offset
 
 
 class OnDeviceResize(nn.Module):

@@ -87,16 +87,12 @@ def _check_loaded(folder: HfFolder, found: Dict[str, Any], classes: Optional[int
 def save(network: nn.Module, folder: HfFolder, path: Path) -> None:
     """Write a network of `build` into a new folder, with the tokenizer or the preprocessor of its own folder."""
     model: Any = network
-    settings = {"use_cache": folder.config.get("use_cache", True)}
-    before = {name: getattr(model.config, name) for name in settings}
+    before, model.config.use_cache = model.config.use_cache, folder.config.get("use_cache", True)
     try:
-        for name, value in settings.items():
-            setattr(model.config, name, value)
         with _quiet():
             model.save_pretrained(str(path), safe_serialization=True)
     finally:
-        for name, value in before.items():
-            setattr(model.config, name, value)
+        model.config.use_cache = before
     for name in _OTHER_FILES:
         if (folder.path / name).is_file() and not (path / name).exists():
             shutil.copyfile(str(folder.path / name), str(path / name))

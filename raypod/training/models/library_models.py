@@ -38,7 +38,7 @@ def build_torchvision(name: str, channels: int, side: int, classes: int) -> nn.M
     Raises:
         ConfigError: as `check_torchvision`, or the network does not fit the images.
     """
-    models, own = _models(), _own(name)
+    models, own = torchvision_models(), _own(name)
     arguments: Dict[str, Any] = dict(_ARGUMENTS.get(own, {}))
     if own.startswith("vit_"):
         arguments["image_size"] = side
@@ -48,11 +48,11 @@ def build_torchvision(name: str, channels: int, side: int, classes: int) -> nn.M
         warnings.simplefilter("ignore", FutureWarning)  # about arguments of other constructors
         network: nn.Module = models.get_model(own, weights=None, num_classes=classes, **arguments)
     if channels != 3:
-        _replace_stem(network, channels)
+        replace_stem(network, channels)
     return network
 
 
-def _replace_stem(network: nn.Module, channels: int) -> None:
+def replace_stem(network: nn.Module, channels: int) -> None:
     """Let the first convolution of a network have other input channels than 3."""
     name, stem = next((name, part) for name, part in network.named_modules() if isinstance(part, nn.Conv2d))
     sizes: Any = {each: getattr(stem, each) for each in ("out_channels", "kernel_size", "stride", "padding")}
@@ -62,7 +62,7 @@ def _replace_stem(network: nn.Module, channels: int) -> None:
 
 def check_torchvision(name: str) -> None:
     """Raise ConfigError if torchvision has no classifier `torchvision:NAME`."""
-    models, own = _models(), _own(name)
+    models, own = torchvision_models(), _own(name)
     known = models.list_models(module=models)  # without those of the modules for detection, segmentation and others
     if own not in known:
         near = nearest(own, known, count=3)
@@ -76,7 +76,7 @@ def check_size(network: nn.Module, name: str, channels: int, side: int) -> None:
     On the meta device, which computes shapes only.
     """
     if name.startswith(TORCHVISION):
-        stated = int(_models().get_model_weights(_own(name)).DEFAULT.transforms().crop_size[0])
+        stated = int(torchvision_models().get_model_weights(_own(name)).DEFAULT.transforms().crop_size[0])
     else:
         stated = (getattr(network, "default_cfg", None) or {}).get("input_size", (0, 0, 0))[-1]
     if side < stated:
@@ -110,7 +110,7 @@ def preprocessing_of(config: Config) -> Optional[Preprocessing]:
         return _of_folder(HfFolder(config))
     if not name.startswith(TORCHVISION):
         return None
-    stated = _models().get_model_weights(_own(name)).DEFAULT.transforms()
+    stated = torchvision_models().get_model_weights(_own(name)).DEFAULT.transforms()
     return Preprocessing(int(stated.crop_size[0]), tuple(stated.mean), tuple(stated.std))
 
 
@@ -149,9 +149,9 @@ def _own(name: str) -> str:
     return name[len(TORCHVISION) :]
 
 
-def _models() -> Any:
-    """Return `torchvision.models`."""
+def torchvision_models() -> Any:
+    """Return `torchvision.models`, whose import takes a second, which the default model does not need."""
     torchvision_import.install()
-    import torchvision  # takes a second, which the default model does not need
+    import torchvision
 
     return torchvision.models

@@ -67,13 +67,7 @@ def _one_stage_each(plan: Plan, names: Sequence[str]) -> Plan:
 
 
 _WIDTH = 40  # characters of a bar, which stand for the memory of an IPU
-_PARTS = (
-    ("weights", "w"),
-    ("gradients", "g"),
-    ("optimizer", "o"),
-    ("activations", "a"),
-    ("code", "c"),
-)
+_PARTS = (("weights", "w"), ("gradients", "g"), ("optimizer", "o"), ("activations", "a"), ("code", "c"))
 
 
 def describe_memory(ipus: Sequence[Any]) -> Dict[str, Any]:

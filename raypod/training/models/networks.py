@@ -141,15 +141,12 @@ class SmallResNet(nn.Module):
 
 
 def _torchvision_resnet(name: str, channels: int, classes: int, has_small_stem: bool) -> nn.Module:
-    torchvision_import.install()
-    import torchvision  # takes a second, which the default model does not need
-
-    model: nn.Module = getattr(torchvision.models, name)(num_classes=classes)
+    model: nn.Module = getattr(library_models.torchvision_models(), name)(num_classes=classes)
     if has_small_stem:
         model.conv1 = nn.Conv2d(channels, 64, 3, 1, 1, bias=False)
         model.maxpool = nn.Identity()
     elif channels != 3:
-        model.conv1 = nn.Conv2d(channels, 64, 7, 2, 3, bias=False)
+        library_models.replace_stem(model, channels)
     return model
 
 
@@ -164,9 +161,6 @@ def _zero_last_norms(network: nn.Module) -> None:
 
 def _vision_transformer(training: TrainingSection, channels: int, side: int, classes: int) -> nn.Module:
     name = training.model
-    torchvision_import.install()
-    from torchvision.models.vision_transformer import VisionTransformer  # as above
-
     is_small = name != "vit_b_16"
     patch = max(2, side // _PATCHES) if is_small else 16
     if side % patch:
@@ -174,13 +168,13 @@ def _vision_transformer(training: TrainingSection, channels: int, side: int, cla
             f"{name} divides images into patches of {patch} pixels; the image size {side} must be a multiple of it"
         )
     layers, heads, width, mlp_width = _TRANSFORMERS[name]
-    model: Any = VisionTransformer(
+    model: Any = library_models.torchvision_models().VisionTransformer(
         *(side, patch, layers, heads, width, mlp_width, training.vit_dropout, training.vit_attention_dropout),
         num_classes=classes,
         representation_size=training.vit_representation_size,
     )
     if channels != 3:
-        model.conv_proj = nn.Conv2d(channels, width, patch, patch)
+        library_models.replace_stem(model, channels)
     if training.optimizer == "lamb":
         # LAMB's steps are proportional to the norm of the weight: an output layer of zeros, as torchvision's, stays so.
         nn.init.xavier_normal_(model.heads.head.weight)
@@ -260,30 +254,25 @@ _STAGES = (
 
 def build_torchvision(training: TrainingSection, channels: int, classes: int) -> nn.Module:
     """Return the network `training.model`. ConfigError if its channels cannot be grouped as configured."""
-    torchvision_import.install()
-    import torchvision  # takes a second, which the default model does not need
-
     network: nn.Module
     if training.model in _EFFICIENTNETS:
         network = _efficientnet(training, classes)
         _group_depthwise(network, training.efficientnet_group_dim)
     else:
-        network = getattr(torchvision.models, training.model)(num_classes=classes)
+        network = getattr(library_models.torchvision_models(), training.model)(num_classes=classes)
     if channels != 3:
-        stem: Any = network.get_submodule("features.0")
-        stem[0] = nn.Conv2d(channels, stem[0].out_channels, 3, 2, 1, bias=False)
+        library_models.replace_stem(network, channels)
     return network
 
 
 def _efficientnet(training: TrainingSection, classes: int) -> nn.Module:
     """Return torchvision's network, with another expansion than 6 of the channels within blocks if configured."""
-    from torchvision.models.efficientnet import EfficientNet, MBConvConfig
-
+    library = library_models.torchvision_models().efficientnet
     width, depth, dropout = _EFFICIENTNETS[training.model]
     ratios = [1, *[training.efficientnet_expand_ratio] * (len(_STAGES) - 1)]
-    stage = functools.partial(MBConvConfig, width_mult=width, depth_mult=depth)
+    stage = functools.partial(library.MBConvConfig, width_mult=width, depth_mult=depth)
     stages = [stage(ratio, *sizes) for ratio, sizes in zip(ratios, _STAGES)]
-    network: nn.Module = EfficientNet(stages, dropout, num_classes=classes)
+    network: nn.Module = library.EfficientNet(stages, dropout, num_classes=classes)
     return network
 
 
@@ -308,19 +297,15 @@ def _group_depthwise(network: nn.Module, size: int) -> None:
 
 
 def build_timm(name: str, channels: int, classes: int) -> nn.Module:
-    """Return the network of timm for `timm:NAME`. ConfigError as `check_timm`."""
-    network: nn.Module = _timm(name).create_model(
+    """Return the network of timm for `timm:NAME`. ConfigError as `timm_with`."""
+    network: nn.Module = timm_with(name).create_model(
         name[len(TIMM) :], pretrained=False, num_classes=classes, in_chans=channels
     )
     return network
 
 
-def check_timm(name: str) -> None:
-    """Raise ConfigError if timm is not installed, or does not know the model `timm:NAME`."""
-    _timm(name)
-
-
-def _timm(name: str) -> Any:
+def timm_with(name: str) -> Any:
+    """Return the package timm. ConfigError if it is not installed, or does not know the model `timm:NAME`."""
     torchvision_import.install()
     if importlib.util.find_spec("timm") is None:
         raise ConfigError(f"--model {name} needs the package timm on every host: pip install timm")

@@ -61,13 +61,10 @@ class NormMeter:
         found: List[Dict[str, float]] = [dict(unknown) for _ in range(self._iterations)]
         if self._has_gradients:
             found = [{"grad_norm": each, **unknown} for each in self._training.emulatedGradientNorms()]
-        weights = {"weight_norm": self._weight_norm, "update_ratio": self._update_ratio}
+        weights = {"weight_norm": lambda: norm(self._parameters()), "update_ratio": self._update_ratio}
         found[-1].update({name: weights[name]() for name in self._names})
         self._note_weights()
         return tuple(found)
-
-    def _weight_norm(self) -> float:
-        return norm(self._parameters())
 
     def _update_ratio(self) -> float:
         """Return the norm of the change of the weights, divided by the norm of the weights before it."""

@@ -60,7 +60,8 @@ def build_optimizer(config: Config, groups: Sequence[Dict[str, Any]]) -> Any:
     if training.max_grad_norm is not None:
         options["max_grad_norm"] = training.max_grad_norm
     common: Dict[str, Any] = {"lr": training.learning_rate, "loss_scaling": scaling}
-    trained = _with_bias_norm(trained_groups(groups), training.max_bias_norm)
+    trained = [{**group, "params": [each for each in group["params"] if each.requires_grad]} for group in groups]
+    trained = _with_bias_norm(trained, training.max_bias_norm)
     keys = {key for group in trained for key in group}
     optimizer = chosen.create(trained, accum_type=accumulator, **common, **options)
     added = {key for group in optimizer.param_groups for key in group} - keys
@@ -155,11 +156,6 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError(f"--freeze {','.join(patterns)} matches all parameters: nothing is left to train")
-
-
-def trained_groups(groups: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """Return the parameter groups of an optimizer without frozen parameters."""
-    return [{**group, "params": [each for each in group["params"] if each.requires_grad]} for group in groups]
 
 
 def train(network: nn.Module) -> None:

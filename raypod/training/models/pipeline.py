@@ -8,7 +8,6 @@ before any instance starts, with plain torch; `program` applies them.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import math
 import time
@@ -28,8 +27,7 @@ _SAMPLES = 2  # of larger micro-batches: BatchNorm needs more than one
 _ROUNDS = 5  # of time measurements
 
 
-@dataclasses.dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """A module that stays on one IPU, and its cost: parameters, or seconds of forward and backward."""
 
     name: str
@@ -74,8 +72,7 @@ def find_splits(config: Config, task: Any) -> Optional[Tuple[str, ...]]:
                 network = network_of(task)
                 check_splits(network, stages_of(training.pipeline_splits))
                 if has_shared_parameters(network):
-                    inputs = inputs_of(task)
-                    check_shared(network, inputs, stages_of(training.pipeline_splits))
+                    check_shared(network, inputs_of(task), stages_of(training.pipeline_splits))
         return training.pipeline_splits
     if ipus == 1 or (is_user_model and not is_chosen):
         return None
@@ -88,7 +85,8 @@ def find_splits(config: Config, task: Any) -> Optional[Tuple[str, ...]]:
     if tied is None:
         return balanced_splits(units, ipus)
     begins = balanced_splits([unit for unit in units if unit.name != tied.module], ipus)
-    return splits_of(_with_tied([Stage(name, ipu) for ipu, name in enumerate(begins, start=1)], units, tied))
+    stages = [Stage(name, ipu) for ipu, name in enumerate(begins, start=1)]
+    return splits_of(_with_tied(stages, [unit.name for unit in units], tied))
 
 
 def check_splits(network: nn.Module, stages: Sequence[Stage]) -> None:
@@ -143,13 +141,11 @@ def tied_unit(called: Sequence[Tuple[str, nn.Module]]) -> Optional[Tied]:
     return tied[0] if tied else None
 
 
-def _with_tied(stages: List[Stage], units: Sequence[Any], tied: Tied) -> List[Stage]:
+def _with_tied(stages: List[Stage], units: Sequence[str], tied: Tied) -> List[Stage]:
     """Return the stages and one on the IPU of the unit whose parameter the last unit has."""
     begins, ipu = dict(stages), 0
-    for unit in units:
-        ipu = begins.get(unit.name, ipu)
-        if unit.name == tied.home:
-            break
+    for unit in units[: units.index(tied.home) + 1]:
+        ipu = begins.get(unit, ipu)
     return stages if ipu == (stages[-1].ipu if stages else 0) else [*stages, Stage(tied.module, ipu)]
 
 
@@ -162,7 +158,8 @@ def layer_stages(network: nn.Module, inputs: Inputs, counts: Sequence[int], ipus
         ConfigError: the model has no such sequence, or another number of layers.
     """
     called = called_units(network, inputs)
-    layers = _layers(network, [name for name, _ in called])
+    names = [name for name, _ in called]
+    layers = _layers(network, names)
     counts = tuple(counts) * ipus if len(counts) == 1 else tuple(counts)
     flag = f"--layers-per-ipu {','.join(map(str, counts))}"
     if sum(counts) != len(layers):
@@ -171,13 +168,13 @@ def layer_stages(network: nn.Module, inputs: Inputs, counts: Sequence[int], ipus
         )
     if 0 in counts[1:-1]:
         raise ConfigError(f"{flag}: only the first and the last IPU can be without layers")
-    after = [name for name, _ in called][[name for name, _ in called].index(layers[-1]) + 1 :]
+    after = names[names.index(layers[-1]) + 1 :]
     first = [sum(counts[:ipu]) for ipu in range(ipus)]
     if first[-1] == len(layers) and not after:
         raise ConfigError(f"{flag}: no module follows the layers, so that the last IPU would be without any")
     stages = [Stage([*layers, *after[:1]][first[ipu]], ipu) for ipu in range(1, ipus)]
     tied = tied_unit(called)
-    return stages if tied is None else _with_tied(stages, [Unit(name, 0.0) for name, _ in called], tied)
+    return stages if tied is None else _with_tied(stages, names, tied)
 
 
 def _layers(network: nn.Module, called: Sequence[str]) -> List[str]:
@@ -355,7 +352,8 @@ def _units(
     seen = set() if seen is None else seen
     for own, child in module.named_children():
         name = f"{prefix}{own}"
-        is_divided = any(10 * _parameters(each) > 9 * _parameters(child) for each in _sequences(child))
+        sequences = (each for each in (child, *child.children()) if isinstance(each, (nn.Sequential, nn.ModuleList)))
+        is_divided = any(10 * _parameters(each) > 9 * _parameters(child) for each in sequences)
         is_divided = f"{layers}.".startswith(f"{name}.") or (is_divided and prefix != f"{layers}.")
         if any(child.named_children()) and is_divided:
             yield from _units(child, layers, f"{name}.", seen)
@@ -372,11 +370,6 @@ def _layer_list(network: nn.Module) -> str:
         if len({type(child) for child in children}) == 1 and len(children) > longest:
             found, longest = name, len(children)
     return found
-
-
-def _sequences(module: nn.Module) -> List[nn.Module]:
-    """Return the module and its children, as far as they are sequences."""
-    return [each for each in (module, *module.children()) if isinstance(each, (nn.Sequential, nn.ModuleList))]
 
 
 def _parameters(module: nn.Module) -> int:

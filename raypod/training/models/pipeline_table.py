@@ -54,28 +54,27 @@ def inspect_pipeline(plan: Plan, task: Any) -> Pipeline:
         ConfigError: the model cannot be built or compiled; in strict mode also if an IPU rejects it.
     """
     sdk.select("emulated")
-    placement, memory, optimizer_bytes = _placement(plan, task)
-    scale = micro_batch_factor(plan)
-    costs = [
-        dataclasses.replace(cost, forward=scale * cost.forward, backward=scale * cost.backward)
-        for cost in map(_cost, placement.stages)
+    from raypod.training.models import optimizers
+
+    model, scale = compiled(plan, task), micro_batch_factor(plan)
+    is_strict = activation.is_strict()  # otherwise the table says that the model does not fit
+    with user_code.reported(plan.config.model_name):
+        memory = model.emulatedMemory(scale, plan.geometry.local_replicas, is_checked=is_strict)
+    placement, optimizer_bytes = model.emulatedPlacement(), optimizers.optimizer_bytes(plan.config.training)
+    forwards = [scale * max(each.forward_operations, 1) for each in placement.stages]
+    costs = [  # in operations: the backward is twice the forward, the update one per parameter element
+        StageCost(forward, 2 * forward, float(each.parameter_elements), each.ipu)
+        for forward, each in zip(forwards, placement.stages)
     ]
     accumulation = plan.geometry.gradient_accumulation
-    return Pipeline(
-        _stages(placement.stages, optimizer_bytes),
-        {each: compare_strategies(costs, each) for each in _compared(accumulation)},
-        memory,
-    )
+    compared = [accumulation * each for each in _FACTORS if each == 1 or accumulation * each <= _MOST_COMPARED]
+    schedules = {each: compare_strategies(costs, each) for each in compared}
+    return Pipeline(_stages(placement.stages, optimizer_bytes), schedules, memory)
 
 
 def _samples(plan: Plan) -> int:
     """Return the micro-batch that is compiled; no larger than the plan's, which an IPU's memory may only just hold."""
     return min(_SAMPLES, plan.config.training.batch_size)
-
-
-def _compared(accumulation: int) -> List[int]:
-    """Return the gradient accumulations whose schedules are compared, that of the plan first."""
-    return [accumulation * factor for factor in _FACTORS if factor == 1 or accumulation * factor <= _MOST_COMPARED]
 
 
 def snapshot_bytes(plan: Plan, pipeline: Pipeline) -> int:
@@ -90,10 +89,10 @@ def snapshot_bytes(plan: Plan, pipeline: Pipeline) -> int:
 
 def describe_pipeline(pipeline: Pipeline) -> Dict[str, Any]:
     """Return the pipeline as JSON data."""
+    accumulation, compared = next(iter(pipeline.schedules.items()))
     schedules = {
         name: {"accumulation": accumulation, "cycles": schedule.cycles, "idle_share": schedule.idle_share}
-        for accumulation, each in list(pipeline.schedules.items())[:1]
-        for name, schedule in each.items()
+        for name, schedule in compared.items()
     }
     return {"stages": [stage._asdict() for stage in pipeline.stages], "schedules": schedules}
 
@@ -106,17 +105,6 @@ def render_pipeline(pipeline: Pipeline, execution: str) -> str:
     for name in order:
         lines += ["", *_schedule_lines(schedules[name], accumulation, schedules[order[0]])]
     return "\n".join([*lines, "", *_accumulation_lines(pipeline.schedules, order)])
-
-
-def _placement(plan: Plan, task: Any) -> Tuple[Any, Tuple[Any, ...], int]:
-    """Return the emulated SDK's placement and estimate of the memory, and `optimizers.optimizer_bytes`."""
-    from raypod.training.models import optimizers
-
-    model = compiled(plan, task)
-    is_strict = activation.is_strict()  # otherwise the table says that the model does not fit
-    with user_code.reported(plan.config.model_name):
-        memory = model.emulatedMemory(micro_batch_factor(plan), plan.geometry.local_replicas, is_checked=is_strict)
-    return model.emulatedPlacement(), memory, optimizers.optimizer_bytes(plan.config.training)
 
 
 def micro_batch_factor(plan: Plan) -> float:
@@ -146,10 +134,6 @@ def compiled(plan: Plan, task: Any) -> Any:
         model = poptorch.trainingModel(step, options, optimizers.build_optimizer(config, groups))
         model.compile(*batch)
     return model
-
-
-def _cost(stage: Any) -> StageCost:
-    return StageCost.estimate(stage.forward_operations, stage.parameter_elements, stage.ipu, stage.phase)
 
 
 def _stages(found: Sequence[Any], optimizer_bytes: int) -> Tuple[Stage, ...]:

@@ -33,8 +33,6 @@ class Predictions:
         """
         sums: torch.Tensor
         sums, *tensors = outputs if self._parts else (outputs,)
-        if not self._parts:
-            return sums[:valid]
         check_size(self._task, tensors)
         for name, tensor in zip(self._parts, tensors):
             self._parts[name].append(_array(tensor[:valid]))

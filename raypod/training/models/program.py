@@ -47,9 +47,7 @@ class TaskOutputs(Protocol):
 
 
 # They read or convert a parameter: its own dtype stays.
-_CONVERSIONS = frozenset(
-    (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float, torch.Tensor.half, torch.Tensor.double)
-)
+_CONVERSIONS = {torch.Tensor.to, torch.Tensor.type, torch.Tensor.float, torch.Tensor.half, torch.Tensor.double}
 _ACCESSORS = ("__get__", "__set__", "__delete__")
 
 
@@ -297,8 +295,7 @@ def read_replica_state(training: Any) -> Optional[Dict[str, Any]]:
     run then starts all replicas.
     """
     is_readable = has_replica_state(training) and training.isCompiled()
-    state: Optional[Dict[str, Any]] = training.emulatedReplicaState() if is_readable else None
-    return state
+    return training.emulatedReplicaState() if is_readable else None
 
 
 def replica_state_for(replicas: int, state: Optional[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
@@ -408,5 +405,4 @@ def mean_loss(
             for part, wanted in zip(torch.split(logits, length, dim=1), torch.split(targets, length, dim=1))
         ]
     ).sum()
-    loss: torch.Tensor = poptorch.identity_loss(total / (targets.numel() if count is None else count), "none")
-    return loss
+    return poptorch.identity_loss(total / (targets.numel() if count is None else count), "none")

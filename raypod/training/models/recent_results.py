@@ -93,9 +93,8 @@ def _report(rows: torch.Tensor, geometry: Geometry, first_update: int, instance:
     is_of_call = (rows[0, :, num_sums : num_sums + _UPDATE_WORDS] == number).all(dim=1)
     if int(is_of_call.sum()) != _rows_per_call(geometry):
         return None
-    of_call = (
-        rows[:, is_of_call].transpose(0, 1).reshape(-1, num_sums + _WORDS)
-    )  # in the order of the outputs of a call
+    # In the order of the outputs of a call.
+    of_call = rows[:, is_of_call].transpose(0, 1).reshape(-1, num_sums + _WORDS)
     sums = replica_sums(of_call[:, :num_sums], geometry.call_shape)
     digest = "".join(f"{int(word):0{_WORD_DIGITS}x}" for word in of_call[0, num_sums + _UPDATE_WORDS :].tolist())
     return CallReport(instance, first_update, sums, samples_digest=digest)

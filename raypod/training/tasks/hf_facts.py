@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Optional, Tuple
 
 from pydantic import Field
 
 from raypod.errors import ConfigError
 from raypod.plan.config import HF_CAUSAL_LM, HF_SEQUENCES, LANGUAGE_MODEL, Config, TaskOptions
-from raypod.plan.metric import LOSS, Metric
+from raypod.plan.metric import LOSS
 from raypod.plan.plan import DatasetSize, TaskFacts
 from raypod.plan.values import Names
 from raypod.training.data.hf_folder import TOKENIZER, HfFolder
 from raypod.training.data.labelled_text import SEQUENCES, TOKENS, Examples, read_examples
 from raypod.training.tasks import language_facts
+from raypod.training.tasks.image_facts import ACCURACY
 from raypod.training.tasks.language_facts import TextOptions
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ DEFAULTS = {
     "training.weight_decay": 0.01,
     "training.epochs": 3,
 }
-ACCURACY = Metric("accuracy", "higher", label="acc", unit="%", scale=100.0, formats=(".1f", ".2f"))
 _SCRATCH = "begin with random weights, also if the folder of --model has some"
 
 
@@ -54,8 +53,7 @@ class LabelledOptions(TaskOptions):
     """The options of the tasks hf-sequence-classification and hf-token-classification."""
 
     examples: Names = Field(
-        None,
-        description="files of JSON lines or CSV, separated by commas: text and label, or tokens and tags",
+        None, description="files of JSON lines or CSV, separated by commas: text and label, or tokens and tags"
     )
     test_examples: Names = Field(None, description="files of the test split (default: a part of --examples)")
     held_out: float = Field(0.1, ge=0, le=0.5, description="fraction of --examples in the test split, 0 to 0.5")
@@ -71,8 +69,7 @@ def window_facts(config: Config, is_dry: bool) -> TaskFacts:
     folder = HfFolder(config)
     folder.check_length(options.sequence_length)
     tokenizer, packed = folder.tokenizer(), packed_text_of(config, options, folder)
-    perplexity = Metric("perplexity", transform=math.exp, label="ppl", formats=(".2f", ".3f"))
-    metrics = language_facts.METRICS if is_causal else (LOSS, perplexity, ACCURACY)
+    metrics = language_facts.METRICS if is_causal else (LOSS, language_facts.PERPLEXITY, ACCURACY)
     return TaskFacts(
         language_facts.text_windows(options, tokenizer)
         if packed is None

@@ -47,20 +47,16 @@ class HfCausalLm(LanguageModel):
         self._vocabulary = self._tokenizer.vocabulary
 
     def load(self) -> Source:
-        """See `Task.load`."""
         train, test, content = _windows(self)
         return TextSource(train, test, content)
 
     def network(self, first_batch: Batch) -> nn.Module:
-        """See `Task.network`."""
         return hf_models.build(self.config.task.name, self.folder, self.options.from_scratch)
 
     def parameter_groups(self, network: nn.Module, weight_decay: float) -> List[Dict[str, Any]]:
-        """See `Task.parameter_groups`."""
         return Task.parameter_groups(self, network, weight_decay)
 
     def logits(self, network: Any, tokens: torch.Tensor) -> torch.Tensor:
-        """See `LanguageModel.logits`."""
         found: torch.Tensor = network(input_ids=tokens).logits
         return found
 
@@ -76,7 +72,6 @@ class HfMaskedLm(Task):
         self._tokenizer = self.folder.tokenizer()
 
     def load(self) -> Source:
-        """See `Task.load`."""
         mask = self.folder.special_token("mask_token")
         number = self._tokenizer.number_of(mask or "[MASK]")
         if number is None:
@@ -86,23 +81,19 @@ class HfMaskedLm(Task):
         return MaskedSource(train, test, *drawn, self._tokenizer, number, content)
 
     def example(self, samples: int) -> Batch:
-        """See `Task.example`."""
         tokens = torch.zeros(samples, self.options.sequence_length, dtype=torch.int32)
         return tokens, tokens.clone()
 
     def network(self, first_batch: Batch) -> nn.Module:
-        """See `Task.network`."""
         return hf_models.build(self.config.task.name, self.folder, self.options.from_scratch)
 
-    def training_outputs(
-        self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
-    ) -> Tuple[torch.Tensor, Ratios]:
+    def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
         """Return the mean cross-entropy of the masked tokens, the perplexity and the accuracy."""
         tokens, labels = batch
         loss, accuracy = _token_outputs(self._logits(network, tokens), labels)
         return loss, {"perplexity": (loss, 1), "accuracy": accuracy}
 
-    def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
+    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Ratios:
         """Return cross-entropy, perplexity and accuracy."""
         tokens, labels = batch
         ratios = _token_ratios(self._logits(network, tokens), labels)
@@ -138,7 +129,6 @@ class _Labelled(Task):
         self._splits, self._classes = (found.train, found.test), found.names
 
     def load(self) -> Source:
-        """See `Task.load`."""
         train, test = (self._arrays(examples) if examples else None for examples in self._splits)
         seed, first = self.config.training.seed, self.config.data.first_sample
         return SampleSource(self.config.task.name, (train, test), seed, first)
@@ -160,7 +150,6 @@ class _Labelled(Task):
         return self.folder.special_token("pad_token") or self.folder.special_token("eos_token")
 
     def network(self, first_batch: Batch) -> nn.Module:
-        """See `Task.network`."""
         settings = {}
         if self.folder.config.get("pad_token_id") is None:  # with which a decoder finds the last token of a text
             settings["pad_token_id"] = self.folder.tokenizer().number_of(self._padding() or "") or 0
@@ -180,16 +169,14 @@ class HfSequenceClassification(_Labelled):
     def _label(self, encoded: Any, labels: Any) -> Any:
         return self._classes.index(labels)
 
-    def training_outputs(
-        self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
-    ) -> Tuple[torch.Tensor, Ratios]:
+    def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
         """Return the mean cross-entropy and the accuracy."""
         labels = named.pop("labels").to(torch.int64)
         logits = network(**named).logits.float()
         loss = functional.cross_entropy(logits, labels)
         return loss, {"accuracy": ((logits.argmax(dim=1) == labels).sum(), len(labels))}
 
-    def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Tuple[Ratios, Predicted]:
+    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[Ratios, Predicted]:
         """Return cross-entropy and accuracy, and the most probable class."""
         labels = named.pop("labels").to(torch.int64)
         logits = network(**named).logits.float()
@@ -220,15 +207,13 @@ class HfTokenClassification(_Labelled):
         firsts = [word is not None and word not in words[:place] for place, word in enumerate(words)]
         return [self._classes.index(labels[word]) if first else IGNORED for word, first in zip(words, firsts)]
 
-    def training_outputs(
-        self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
-    ) -> Tuple[torch.Tensor, Ratios]:
+    def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
         """Return the mean cross-entropy and the accuracy of the words."""
         labels = named.pop("labels")
         loss, accuracy = _token_outputs(network(**named).logits, labels)
         return loss, {"accuracy": accuracy}
 
-    def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
+    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Ratios:
         """Return cross-entropy and accuracy."""
         labels = named.pop("labels")
         return _token_ratios(network(**named).logits, labels)
@@ -259,7 +244,6 @@ class HfImageClassification(ImageClassification):
         self.folder = HfFolder(config)
 
     def network(self, first_batch: Batch) -> nn.Module:
-        """See `Task.network`."""
         channels, _ = input_shape(self.config, first_batch[0])
         expected = self.folder.config.get("num_channels", channels)
         if expected != channels:
@@ -267,6 +251,5 @@ class HfImageClassification(ImageClassification):
         return hf_models.build(self.config.task.name, self.folder, self.options.from_scratch, self.class_names())
 
     def logits(self, network: Any, images: Any) -> torch.Tensor:
-        """See `ImageClassification.logits`."""
         found: torch.Tensor = network(images).logits
         return found

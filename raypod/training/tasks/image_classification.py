@@ -53,17 +53,14 @@ class ImageClassification(Task):
         self._splits: Optional[Splits] = None
 
     def load(self) -> Source:
-        """See `Task.load`."""
         self._splits = library_models.with_statistics(self.config, datasets.load(self.config))
         return ImageSource(self.config, self._splits)
 
     def network(self, first_batch: Batch) -> nn.Module:
-        """See `Task.network`."""
         channels, side = input_shape(self.config, first_batch[0])
         return build_model(self.config, channels, side, self._num_classes())
 
     def device_input(self, first_batch: Batch) -> nn.Module:
-        """See `Task.device_input`."""
         assert self._splits is not None, "call load first"
         height, width = first_batch[0].shape[2:]
         dtype = activation_dtype(self.config.training.precision)
@@ -72,7 +69,6 @@ class ImageClassification(Task):
         return Mixing(data, module) if data.mixup_alpha or data.has_cutmix else module
 
     def example(self, samples: int) -> Batch:
-        """See `Task.example`."""
         shape, dtype = datasets.image_shape(self.config), activation_dtype(self.config.training.precision)
         images = torch.zeros(1, shape.channels, shape.side, shape.side, dtype=dtype).expand(samples, -1, -1, -1)
         return images, torch.zeros(samples, dtype=torch.int64)
@@ -135,18 +131,16 @@ class ImageClassification(Task):
         number = self.config.run.report_samples
         if number and self._splits is not None:
             indices = confident_errors(labels, predicted, confidence, number)
-            samples = kept_samples(self.config.data.left_out("test"), len(self._splits.test)).take(
-                np.array(indices, int)
-            )
+            kept = kept_samples(self.config.data.left_out("test"), len(self._splits.test))
             details["errors"] = [
                 {
-                    **self._shown(int(sample)),
+                    **self._shown(int(kept[index])),
                     "label": int(labels[index]),
                     "predicted": int(predicted[index]),
                     "confidence": float(confidence[index]),
                     "label_probability": _probability(classes[index], probabilities[index], labels[index]),
                 }
-                for index, sample in zip(indices, samples)
+                for index in indices
             ]
         return details
 
@@ -159,10 +153,8 @@ class ImageClassification(Task):
             warnings.warn(f"the report has no image of test sample {sample}: {error}", RuntimeWarning, 2)
             return {"sample": sample, "image": None}
         pixels = torch.as_tensor(image)
-        return {
-            "sample": sample,
-            "image": thumbnail((pixels if pixels.dtype == torch.uint8 else pixels.float()).numpy()),
-        }
+        pixels = pixels if pixels.dtype == torch.uint8 else pixels.float()
+        return {"sample": sample, "image": thumbnail(pixels.numpy())}
 
     def description(self) -> Dict[str, Any]:
         """See `Task.description`: the classes, and mean and standard deviation of images scaled to [0, 1]."""

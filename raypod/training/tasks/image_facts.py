@@ -11,7 +11,7 @@ from raypod.system import sdk, torchvision_import
 from raypod.training import data as datasets
 from raypod.training.data.hf_folder import HfFolder
 
-_ACCURACY = Metric("accuracy", "higher", label="acc", unit="%", scale=100.0, formats=(".1f", ".2f"))
+ACCURACY = Metric("accuracy", "higher", label="acc", unit="%", scale=100.0, formats=(".1f", ".2f"))
 TEST_METRICS = (
     Metric("top5_accuracy", "higher", label="top 5", unit="%", formats=(".1f", ".2f")),
     Metric("calibration_error", label="calibration error", unit="%", formats=(".1f", ".2f")),
@@ -27,8 +27,8 @@ def facts(config: Config, is_dry: bool) -> TaskFacts:
     size = datasets.dataset_size_or_published(config) if is_dry else datasets.dataset_size(config)
     return TaskFacts(
         size,
-        (LOSS, _ACCURACY),
-        best=_ACCURACY.name,
+        (LOSS, ACCURACY),
+        best=ACCURACY.name,
         samples_are="images",
         data=config.data.dataset,
         model=config.training.model,
@@ -48,9 +48,9 @@ def _check_model(config: Config) -> None:
     if norm != "batch" and name in ("tiny", *VISION_TRANSFORMERS):
         raise ConfigError(f"--norm {norm} replaces BatchNorm, and {name} has none: omit it")
     if name.startswith(TIMM):
-        from raypod.training.models.networks import check_timm  # imports torch
+        from raypod.training.models.networks import timm_with  # imports torch
 
-        check_timm(name)
+        timm_with(name)
     elif name.startswith(TORCHVISION):
         from raypod.training.models.library_models import check_torchvision  # as above
 

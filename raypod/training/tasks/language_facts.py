@@ -29,7 +29,8 @@ DEFAULTS = {
 _GPT2_TOKENS = 50_257
 _PADDED_TO = 32
 _BEST = Metric("bits_per_byte", scale=1 / math.log(2), label="bits/byte")
-METRICS = (LOSS, Metric("perplexity", transform=math.exp, label="ppl", formats=(".2f", ".3f")), _BEST)
+PERPLEXITY = Metric("perplexity", transform=math.exp, label="ppl", formats=(".2f", ".3f"))
+METRICS = (LOSS, PERPLEXITY, _BEST)
 
 
 class TextOptions(TaskOptions):

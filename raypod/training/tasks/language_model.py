@@ -42,7 +42,6 @@ class LanguageModel(Task):
         self._vocabulary = vocabulary_of(self.options, self._tokenizer)
 
     def load(self) -> Source:
-        """See `Task.load`."""
         length, counts = self.options.sequence_length, generated_windows(self.options)
         content = None
         if self._packed is not None:
@@ -58,7 +57,6 @@ class LanguageModel(Task):
         return TextSource(Windows(train, length), Windows(test, length), content)
 
     def example(self, samples: int) -> Batch:
-        """See `Task.example`."""
         length, num_bytes = self.options.sequence_length, torch.zeros(samples, dtype=torch.int32)
         if getattr(self.options, "pack_sequences", False):
             zeros = torch.zeros(samples, length, dtype=torch.int32)
@@ -66,7 +64,6 @@ class LanguageModel(Task):
         return torch.zeros(samples, length + 1, dtype=torch.int32), num_bytes
 
     def network(self, first_batch: Batch) -> nn.Module:
-        """See `Task.network`."""
         options = self.options
         vocabulary = padded(self._vocabulary, options.serialize)
         sizes = (SIZES[options.size], vocabulary, options.sequence_length)
@@ -93,9 +90,7 @@ class LanguageModel(Task):
         tokens = batch[0]
         return self.logits(network, tokens[:, :-1]), tokens[:, 1:].to(torch.int64)
 
-    def training_outputs(
-        self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
-    ) -> Tuple[torch.Tensor, Ratios]:
+    def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
         """Return the mean cross-entropy per token, and perplexity and bits per byte."""
         from raypod.training.models.program import mean_loss  # imports the SDK, which only a training has
 
@@ -105,7 +100,7 @@ class LanguageModel(Task):
         total = loss * (targets.numel() if count is None else count)
         return loss, {"perplexity": (loss, 1), "bits_per_byte": (total, batch[-1].sum())}
 
-    def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
+    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Ratios:
         """Return cross-entropy, perplexity and bits per byte."""
         logits, targets = self._logits_and_targets(network, batch)
         losses = functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").sum(dim=1)

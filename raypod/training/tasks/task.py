@@ -130,8 +130,8 @@ class Task(abc.ABC):
         """
         parameters = list(network.parameters())
         return [
-            {"params": _with(parameters, is_matrix=True), "weight_decay": weight_decay},
-            {"params": _with(parameters, is_matrix=False), "weight_decay": 0.0},
+            {"params": [each for each in parameters if each.dim() > 1], "weight_decay": weight_decay},
+            {"params": [each for each in parameters if each.dim() <= 1], "weight_decay": 0.0},
         ]
 
     def load(self) -> Source:
@@ -246,7 +246,3 @@ def _checked_metrics(
     if best not in names:
         raise ConfigError(f"task {name}: best = {best!r} is none of its metrics ({', '.join(names)})")
     return found
-
-
-def _with(parameters: Iterable[nn.Parameter], *, is_matrix: bool) -> List[nn.Parameter]:
-    return [parameter for parameter in parameters if (parameter.dim() > 1) == is_matrix]

@@ -29,7 +29,7 @@ from raypod.training.models import pipeline, pipeline_table, program
 from raypod.training.models.memory_balance import render_memory, splits_by_memory
 from raypod.training.models.pipeline import Unit
 from raypod.training.models.pipeline_table import Pipeline, describe_pipeline, inspect_pipeline, render_pipeline
-from raypod.training.models.schedule import StageCost, compare_strategies, phased, pipelined, sharded
+from raypod.training.models.schedule import StageCost, compare_strategies, pipelined, sharded
 from raypod.training.tasks.registry import facts_of, task_of
 from tests.support.refused import refused
 from tests.support.saved_runs import weights_of
@@ -396,7 +396,7 @@ def build_there_and_back(channels: int, classes: int) -> nn.Module:
 
 def equal(stages: int, update: float = 0.0) -> List[StageCost]:
     """Return stages whose forward and backward take one unit each."""
-    return [StageCost(1.0, 1.0, update)] * stages
+    return [StageCost(1.0, 1.0, update, ipu) for ipu in range(stages)]
 
 
 def picture(schedule: Any) -> List[str]:
@@ -425,50 +425,47 @@ def test_pipelines_drawn_by_hand_have_each_micro_batch_forward_then_backward_onc
     for stage in range(3):
         for what in ("forward", "backward"):
             batches = [cell.micro_batch for cell in schedule.cells if (cell.stage, cell.what) == (stage, what)]
-            assert (batches, schedule.count(stage, what)) == (list(range(8)), 8)
+            assert batches == list(range(8))
 
 
 def test_idle_shares_and_times_of_cycles() -> None:
-    for stages, batches in ((1, 1), (2, 2), (4, 4), (4, 10), (8, 100)):
-        schedule = pipelined(equal(stages), batches, training=False)
-        assert (schedule.cycles, schedule.sections.count("main")) == (batches + stages - 1, batches - stages + 1)
-        assert schedule.idle_share == pytest.approx((stages - 1) / (batches + stages - 1))
+    for stages, batches in ((1, 1), (2, 3), (4, 7), (4, 10), (8, 100)):
+        schedule = pipelined(equal(stages), batches)
+        work, depth = batches + 2 * stages - 2, 2 * stages - 1
+        assert (schedule.cycles, schedule.sections.count("main")) == (work + 1, batches - depth + 1)
+        assert schedule.idle_share == pytest.approx(1 - 2 * batches / sum(schedule.cycle_times))
     for stages, batches, times, idle in (
-        ([StageCost(3.0), StageCost(1.0)], 2, (3.0, 3.0, 1.0), 1 - 8 / 14),  # the slowest IPU determines the time
+        # The slowest IPU determines the time.
+        ([StageCost(3.0, 0.0, 0.0, 0), StageCost(1.0, 0.0, 0.0, 1)], 3, (3.0, 3.0, 3.0, 1.0, 0.0, 0.0), 1 - 12 / 20),
         # Stages on one IPU run one after the other.
-        ([StageCost(1.0, ipu=ipu) for ipu in (0, 1, 0)], 3, (1.0, 1.0, 2.0, 1.0, 1.0), 1 - 9 / 12),
+        ([StageCost(1.0, 0.0, 0.0, ipu) for ipu in (0, 1, 0)], 5, (1, 1, 2, 2, 2, 1, 1, 0, 0, 0), 1 - 15 / 20),
     ):
-        schedule = pipelined(stages, batches, training=False)
+        schedule = pipelined(stages, batches)
         assert (schedule.cycle_times, schedule.idle_share) == (times, pytest.approx(idle))
 
 
 @pytest.mark.parametrize(("stages", "batches"), [(1, 1), (2, 3), (3, 7), (4, 20)])
-@pytest.mark.parametrize("training", [True, False])
-def test_one_sharded_stage_works_at_a_time(stages: int, batches: int, training: bool) -> None:
-    schedule = sharded(equal(stages), batches, training)
-    assert (schedule.time, schedule.cycles) == (batches * stages * (1 + training), schedule.time + training)
+def test_one_sharded_stage_works_at_a_time(stages: int, batches: int) -> None:
+    schedule = sharded(equal(stages), batches)
+    assert (schedule.time, schedule.cycles) == (2 * batches * stages, schedule.time + 1)
     assert schedule.idle_share == pytest.approx(1 - 1 / stages)
     assert picture(sharded(equal(2), 2)) == ["f..bf..bu", ".fb..fb.u"]  # backward before the next micro-batch
 
 
-def test_phases_recomputation_and_the_comparison() -> None:
-    stages = [StageCost(1.0, 1.0, phase=phase) for phase in (0, 0, 1)]
-    assert picture(phased(stages, 1)) == ["f..bu", "f..bu", ".fb.u"]
+def test_recomputation_and_the_comparison() -> None:
     costs = {cell.stage: cell.cost for cell in pipelined(equal(2), 3, recompute=True).cells if cell.what == "backward"}
     assert costs == {0: 2.0, 1: 1.0}
     both = compare_strategies(equal(2), 8)
     assert set(both) == {"sharded", "pipelined"}
     assert both["pipelined"].idle_share < both["sharded"].idle_share
     assert set(compare_strategies(equal(2), 2)) == {"sharded"}
-    phases = compare_strategies([StageCost(1.0, phase=0), StageCost(1.0, phase=1)], 8)
-    assert set(phases) == {"sharded", "pipelined", "phased"}
-    for make, batches in ((pipelined, 2), (sharded, 0), (phased, 0)):
+    for make, batches in ((pipelined, 2), (sharded, 0)):
         with pytest.raises(ValueError, match=f"got {batches}"):
             make(equal(2), batches)
 
 
 def test_the_numbers_of_many_micro_batches_have_a_space_between_them() -> None:
-    schedule = pipelined([StageCost(1.0, 1.0, ipu=ipu) for ipu in range(2)], 2048)
+    schedule = pipelined(equal(2), 2048)
     lines = pipeline_table._schedule_lines(schedule, 2048, schedule)
     assert lines[3].split()[-4:] == ["2045", "2046", "2047", "U"]
     assert len({len(line) for line in lines[1:]}) == 1  # the columns are aligned
