@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Callable, ClassVar, Dict, Iterator, List, Mapping, Optional, Protocol, Set
 
 import torch
-from _pod.activation import FOLDER, STRICT, is_strict
+from _pod.activation import STRICT, is_strict
 from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
@@ -60,18 +60,12 @@ def registerPostCompileHook(hook: _Hook) -> RemovableHandle:
 def around_compilation(shows_progress: bool) -> Iterator[None]:
     """Context of a compilation: calls the hooks before and after it, in the order of registration."""
     _call(_before_compile)
-    with _progress_bar() if shows_progress else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if shows_progress:
+            bar = stack.enter_context(tqdm(total=100, desc="Graph compilation", bar_format=_BAR_FORMAT))
+            stack.callback(bar.update, 100)
         yield
     _call(_after_compile)
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[None]:
-    with tqdm(total=100, desc="Graph compilation", bar_format=_BAR_FORMAT) as bar:
-        try:
-            yield
-        finally:
-            bar.update(100)
 
 
 def _call(hooks: Dict[int, _Hook]) -> None:
@@ -106,8 +100,6 @@ _NAMES = (
     "zeros_like",
     "normal",
 )
-_SDK = f"{FOLDER}/"
-_TORCH = f"{Path(torch.__file__).resolve().parent}/"
 
 _lock = threading.Lock()
 _compiling: Dict[int, str] = {}  # names of the threads that compile
@@ -173,10 +165,10 @@ def _reject(name: str, place: str) -> None:
 def _place() -> Optional[str]:
     """Return file and line of the caller outside of torch; None for the emulated SDK itself: the real one has C++."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(findings.TORCH_FOLDER):
         frame = frame.f_back
     file = frame.f_code.co_filename
-    return None if file.startswith(_SDK) else f"{file}:{frame.f_lineno}"
+    return None if file.startswith(findings.SDK_FOLDER) else f"{file}:{frame.f_lineno}"
 
 
 class SubstitutionManager(Protocol):
@@ -269,7 +261,7 @@ def warn_of_variables(options: Options) -> None:
     Raises:
         Error: POPLAR_ENGINE_OPTIONS is not a JSON object.
     """
-    found = dict(_without_effect(os.environ))
+    found = _without_effect(os.environ)
     report = _report(_all_engine_options(options))
     if report and _ENGINE_OPTIONS in found:
         found[_ENGINE_OPTIONS] = report

@@ -263,7 +263,7 @@ class StageRecorder(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> List[torch.Tensor]:
-    """Return the tensors in an operator's arguments or result, including those in lists."""
+    """Return the tensors in arguments or a result, including those nested in lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):

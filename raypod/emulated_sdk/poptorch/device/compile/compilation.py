@@ -120,16 +120,16 @@ def trace(
             uses parameters or buffers in a way that the device does not support.
         NeedsGradients: the forward computes gradients, and the settings are without.
     """
-    named = {**scratch.parameters, **scratch.buffers, **scratch.constants}
-    _check_dense("The parameter or buffer {!r}", named)
+    weights = scratch.tensors
+    _check_dense("The parameter or buffer {!r}", weights)
     tensors = [to_device(tensor) for tensor in inputs]
     mode = DeviceMode(is_compiling=True, originals=scratch.originals)
     half = HalfMode()
     recorder = StageRecorder(scratch.module, scratch.host_module, settings.strategy, block_of, settings.is_training)
     originals = [host for host, _ in (scratch.originals or {}).values()]
-    check = OperatorCheck(recorder, [*tensors, *_weights(scratch)], originals)
+    check = OperatorCheck(recorder, [*tensors, *weights.values()], originals)
     recorder.observers.append(check.observe)
-    activations = ActivationRecorder(recorder, _weights(scratch), tensors)
+    activations = ActivationRecorder(recorder, weights.values(), tensors)
     anchor_recorder = AnchorRecorder(scratch.module)
     args, kwargs = arguments.unflatten(tensors)
     python_state = TracedState(scratch.host_module, scratch.module, scratch.originals.values())
@@ -189,10 +189,6 @@ def _check_dense(description: str, tensors: Mapping[Any, torch.Tensor]) -> None:
                 f"{description.format(name)} is a sparse tensor, which the device does not have: make it dense, or use "
                 "it on the host only"
             )
-
-
-def _weights(memory: ReplicaMemory) -> List[torch.Tensor]:
-    return [*memory.parameters.values(), *memory.buffers.values(), *memory.constants.values()]
 
 
 def _overlapped(mode: DeviceMode) -> FrozenSet[str]:
@@ -479,7 +475,7 @@ class CompiledForward:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         _inductor.config.compile_threads = 1  # no processes besides the program's
-        self._names = list(_tensors_of(scratch))
+        self._names = list(scratch.tensors)
 
         def forward(*tensors: torch.Tensor) -> List[torch.Tensor]:
             args, kwargs = arguments.unflatten(list(tensors[len(self._names) :]))
@@ -487,7 +483,7 @@ class CompiledForward:
             with OnDevice():
                 return flatten(torch.func.functional_call(scratch.module, state, args, kwargs))[0]
 
-        tensors = [*_tensors_of(scratch).values(), *map(to_device, inputs)]
+        tensors = [*scratch.tensors.values(), *map(to_device, inputs)]
         try:
             graph = make_fx(forward, pre_dispatch=True)(*tensors)
             self._run: Callable[..., Sequence[torch.Tensor]] = _inductor.compile(graph, list(tensors))
@@ -500,13 +496,9 @@ class CompiledForward:
 
     def of(self, memory: ReplicaMemory) -> Callable[[Sequence[torch.Tensor]], List[torch.Tensor]]:
         """Return the function of the inputs of a replica, which returns its flat outputs."""
-        state = _tensors_of(memory)
+        state = memory.tensors
         tensors = [state[name] for name in self._names]
         return lambda inputs: list(self._run(*tensors, *inputs))
-
-
-def _tensors_of(memory: ReplicaMemory) -> Dict[str, torch.Tensor]:
-    return {**memory.parameters, **memory.buffers, **memory.constants}
 
 
 @contextlib.contextmanager

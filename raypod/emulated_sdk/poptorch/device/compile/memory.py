@@ -43,6 +43,11 @@ class ReplicaMemory(NamedTuple):
     updated: Dict[str, torch.nn.Parameter]
     originals: Dict[int, Tuple[torch.Tensor, torch.Tensor]]
 
+    @property
+    def tensors(self) -> Dict[str, torch.Tensor]:
+        """Parameters and buffers by name."""
+        return {**self.parameters, **self.buffers, **self.constants}
+
 
 class DeviceMemory:
     """Parameters and buffers of all local replicas.

@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
-from _pod.activation import FOLDER, is_strict
+from _pod.activation import is_strict
 from torch.overrides import TorchFunctionMode
 
 from poptorch import findings
@@ -23,12 +23,11 @@ from poptorch.findings import reject
 from poptorch.parallel.supported_operators import base_name, is_supported
 from poptorch.parallel.tracing import StageRecorder, tensors_in
 
-_PACKAGE = f"{FOLDER}/poptorch/"
+_PACKAGE = f"{findings.SDK_FOLDER}poptorch/"
 _OWN_OPS = f"{_PACKAGE}ops/"
 _COMPILATION = str(Path(__file__).resolve().with_name("compilation.py"))
-_TORCH = f"{Path(torch.__file__).resolve().parent}/"
-_AUTOGRAD = (f"{_TORCH}autograd/__init__.py", f"{_TORCH}autograd/graph.py")
-_DISTRIBUTIONS = f"{_TORCH}distributions/"  # validates its arguments, which PopTorch disables
+_AUTOGRAD = (f"{findings.TORCH_FOLDER}autograd/__init__.py", f"{findings.TORCH_FOLDER}autograd/graph.py")
+_DISTRIBUTIONS = f"{findings.TORCH_FOLDER}distributions/"  # validates its arguments, which PopTorch disables
 
 # What PopTorch lowers as a whole, and a CPU computes by operators that PopTorch does not have.
 _WHOLE = (
@@ -272,7 +271,7 @@ def _line_of_program() -> Optional[str]:
         file = frame.f_code.co_filename
         if file.startswith((_OWN_OPS, _DISTRIBUTIONS, *_AUTOGRAD)):
             return None
-        if not file.startswith((_PACKAGE, _TORCH, "<")):
+        if not file.startswith((_PACKAGE, findings.TORCH_FOLDER, "<")):
             return f", {Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

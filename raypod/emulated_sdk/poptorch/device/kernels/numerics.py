@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from poptorch.device_mode import is_in_host_layer
 from poptorch.options import Options
+from poptorch.parallel.tracing import tensors_in
 
 # torch's CPU generator belongs to the process, so forwards that draw numbers run one after the other.
 _generator_lock = threading.Lock()
@@ -265,7 +266,7 @@ class HalfMode(TorchDispatchMode):
         self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
     ) -> Any:
         kwargs = kwargs or {}
-        operands = tuple(_floating_point((args, tuple(kwargs.values()))))
+        operands = [operand for operand in tensors_in((args, kwargs)) if operand.dtype.is_floating_point]
         dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
         if torch.half not in dtypes and all(operand.dtype is not torch.half for operand in operands):
             return func(*args, **kwargs)
@@ -330,16 +331,7 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
     return torch.where(values.isnan(), values, rounded) if values.sum().isnan() else rounded
 
 
-def _floating_point(value: Any) -> Iterator[torch.Tensor]:
-    for item in value:
-        if isinstance(item, torch.Tensor):
-            if item.dtype.is_floating_point:
-                yield item
-        elif isinstance(item, (list, tuple)):
-            yield from _floating_point(item)
-
-
-def _give_half(operands: Tuple[torch.Tensor, ...], is_like_first: bool) -> bool:
+def _give_half(operands: List[torch.Tensor], is_like_first: bool) -> bool:
     if is_like_first:
         return operands[0].dtype is torch.half
     deciding = [operand for operand in operands if operand.dim()] or operands
