@@ -211,20 +211,16 @@ class SharedObjects:
             node.replace(content)
 
 
-@contextlib.contextmanager
-def visible_objects() -> Iterator[None]:
+def visible_objects() -> ContextManager[None]:
     """Context for a layer on the host, in a forward: the program sees what it does to Python objects."""
     shared: Optional[SharedObjects] = getattr(_active, "shared", None)
-    with shared.on_host() if shared is not None else contextlib.nullcontext():
-        yield
+    return contextlib.nullcontext() if shared is None else shared.on_host()
 
 
-@contextlib.contextmanager
-def suspended_forward() -> Iterator[None]:
+def suspended_forward() -> ContextManager[None]:
     """Context for a wait, in a forward, for the forwards of other replicas."""
     shared: Optional[SharedObjects] = getattr(_active, "shared", None)
-    with shared.suspended() if shared is not None else contextlib.nullcontext():
-        yield
+    return contextlib.nullcontext() if shared is None else shared.suspended()
 
 
 class ReplicaObjects:

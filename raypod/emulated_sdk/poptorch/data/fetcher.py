@@ -37,7 +37,7 @@ from poptorch.data.ring import (
     memory_size,
 )
 from poptorch.errors import Error
-from poptorch.pytree import TreeSpec, flatten, flatten_element, registerCustomArgParser
+from poptorch.pytree import TreeSpec, flatten, flatten_element, registerCustomArgParser, registered_parsers
 
 _POLL_INTERVAL_S = 0.5  # a waiting fetcher checks this often whether its parent is alive
 
@@ -104,12 +104,12 @@ class ProcessState:
     numpy_rng: Any
 
     @classmethod
-    def of_this_process(cls, parsers: Dict[type, Any]) -> ProcessState:
+    def of_this_process(cls) -> ProcessState:
         """Return the present state."""
         numpy = sys.modules.get("numpy")
         numpy_rng = None if numpy is None else numpy.random.get_state()
         start_method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-        return cls(start_method, dict(parsers), torch.get_rng_state(), random.getstate(), numpy_rng)
+        return cls(start_method, registered_parsers(), torch.get_rng_state(), random.getstate(), numpy_rng)
 
     def restore(self) -> None:
         """Set the state of this process."""
