@@ -391,7 +391,6 @@ class _Absent(operations.Allreduce):
         self.description = self.description._replace(own=[0])  # see `Description.is_absent`
 
     def run(self, group: Group) -> None:
-        """See the class."""
         if self.description.kind == self.kind:
             super().run(group)
             return

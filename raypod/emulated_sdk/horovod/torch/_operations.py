@@ -84,7 +84,6 @@ class Allreduce(Operation):
         return cls(description.key, zeros, zeros, ReduceOp(description.op), (prescale, postscale))
 
     def run(self, group: Group) -> None:
-        """See `run_together`."""
         run_together(group, [self])
 
 
@@ -155,7 +154,6 @@ class Allgather(Operation):
         self.inputs = inputs
 
     def run(self, group: Group) -> None:
-        """See the class."""
         lengths = zip(*self.owns)  # by tensor
         self.result = [_gathered(group, tensor.data, list(each)) for tensor, each in zip(self.inputs, lengths)]
 
@@ -182,7 +180,6 @@ class Broadcast(Operation):
         self.result = outputs
 
     def run(self, group: Group) -> None:
-        """See the class."""
         sizes = [tensor.numel() * tensor.element_size() for tensor in self.inputs]
         if group.rank == self._root:
             flat = torch.cat([as_bytes(tensor.data) for tensor in self.inputs])
@@ -203,7 +200,6 @@ class Alltoall(Operation):
         self._tensor = tensor
 
     def run(self, group: Group) -> None:
-        """See the class."""
         splits, received = self.owns[group.rank], [row[group.rank] for row in self.owns]
         tensor = self._tensor.data
         result = tensor.new_empty(sum(received), *tensor.shape[1:])
@@ -225,7 +221,6 @@ class Reducescatter(Operation):
         super().__init__(key, self._reduction.description.tensors, op=op, factors=factors)
 
     def run(self, group: Group) -> None:
-        """See the class."""
         self._reduction.run(group)
         self.result = [_own_rows(group, tensor) for tensor in self._reduction.outputs]
 

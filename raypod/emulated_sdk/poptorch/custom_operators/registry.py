@@ -197,10 +197,10 @@ def custom_op_emulation(name: str, *, domain: str, version: int = 1) -> Callable
 
 
 def built_in_emulation(
-    name: str, domain: str = "ai.graphcore", version: int = 1, is_flat: bool = False
+    name: str, domain: str = "ai.graphcore", is_flat: bool = False
 ) -> Callable[[_Function], Emulation]:
     """Register an implementation that is part of the emulated SDK; for `is_flat` see `Emulation`."""
-    return _registrar(_built_in, OperatorId(name, domain, version), is_flat)
+    return _registrar(_built_in, OperatorId(name, domain, 1), is_flat)
 
 
 def _registrar(

@@ -229,7 +229,9 @@ def run(
         state.restore()
         if pickled is not None:
             dataset = pickle.loads(pickled.map())
-        _unshare_partition(dataset)
+        partition = getattr(dataset, "_partition", None)
+        if partition is not None:  # the shuffling of a loader's partition is then independent of the reader's loader
+            partition.unshare()
         has_workers = isinstance(dataset, torch.utils.data.DataLoader) and dataset.num_workers > 0
         _Fetcher(channels, settings, header).serve(_batches_of_workers(dataset) if has_workers else dataset)
     except KeyboardInterrupt:
@@ -252,13 +254,6 @@ def _batches_of_workers(loader: Any) -> Iterable[Any]:
     count, vars(loader)["batches_to_combine"] = getattr(loader, "batches_to_combine", 1), 1
     batches = WorkerBatches(loader)
     return CombinedBatches(batches, count, loader.rebatched_drop_last, are_reused=True) if count > 1 else batches
-
-
-def _unshare_partition(dataset: Any) -> None:
-    """Make the shuffling of a loader's partition independent of the reader's loader."""
-    partition = getattr(dataset, "_partition", None)
-    if partition is not None:
-        partition.unshare()
 
 
 def _set_up_process(header: RingHeader) -> None:

@@ -261,8 +261,8 @@ def warn_of_variables(options: Options) -> None:
     Raises:
         Error: POPLAR_ENGINE_OPTIONS is not a JSON object.
     """
-    found = _without_effect(os.environ)
-    report = _report(_all_engine_options(options))
+    found = _without_effect()
+    report = _report(_engine_options(options))
     if report and _ENGINE_OPTIONS in found:
         found[_ENGINE_OPTIONS] = report
     elif report:
@@ -277,18 +277,14 @@ def warn_of_variables(options: Options) -> None:
 
 def host_sync_timeout_s(options: Options) -> float:
     """Return the seconds after which an IPU ends a call: `target.hostSyncTimeout` of the engine options, else 300."""
-    return float(_all_engine_options(options).get("target.hostSyncTimeout", 300))
+    return float(_engine_options(options).get("target.hostSyncTimeout", 300))
 
 
-def _all_engine_options(options: Options) -> Dict[str, Any]:
-    return {**(options._Popart.options.get("engineOptions") or {}), **_engine_options(os.environ)}
-
-
-def _without_effect(environment: Mapping[str, str]) -> Dict[str, str]:
+def _without_effect() -> Dict[str, str]:
     """Return the variables of the SDK that are set and have no effect, each with the reason."""
-    is_launched = "POPDIST_NUM_TOTAL_REPLICAS" in environment
-    ignored = {name for name in environment if is_launched and name.startswith(_OF_POPRUN)}
-    names = [name for name in environment if name.startswith(PREFIXES) and environment[name]]
+    is_launched = "POPDIST_NUM_TOTAL_REPLICAS" in os.environ
+    ignored = {name for name in os.environ if is_launched and name.startswith(_OF_POPRUN)}
+    names = [name for name in os.environ if name.startswith(PREFIXES) and os.environ[name]]
     return {name: _reason(name) for name in names if name not in {*EFFECTS, *_OF_THE_SDK, *ignored}}
 
 
@@ -297,15 +293,16 @@ def _reason(name: str) -> str:
     return NO_EFFECT[name] if name in NO_EFFECT else NO_EFFECT[prefixes[0]]
 
 
-def _engine_options(environment: Mapping[str, str]) -> Dict[str, Any]:
-    text = environment.get(_ENGINE_OPTIONS, "")
+def _engine_options(options: Options) -> Dict[str, Any]:
+    """Return the engine options of the program, and those of the environment, which have precedence."""
+    text = os.environ.get(_ENGINE_OPTIONS, "")
     try:
-        options = json.loads(text or "{}")
+        given = json.loads(text or "{}")
     except json.JSONDecodeError as error:
         raise Error(f"{_ENGINE_OPTIONS}={text!r} is not JSON ({error})") from None
-    if not isinstance(options, dict):
+    if not isinstance(given, dict):
         raise Error(f'{_ENGINE_OPTIONS}={text!r} is not a JSON object, as {{"autoReport.all": "true"}} is')
-    return options
+    return {**(options._Popart.options.get("engineOptions") or {}), **given}
 
 
 def _report(engine: Mapping[str, Any]) -> str:

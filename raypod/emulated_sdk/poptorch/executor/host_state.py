@@ -258,7 +258,7 @@ def fetch_optimizer(optimizer: Any, program: Program) -> None:
     if isinstance(optimizer, Optimizer) and isinstance(program, TrainingProgram) and not optimizer._host_is_newer:
         check_usable()
         device = program.optimizer
-        optimizer._take(device.state(), encode(device.hyperparameters, device.group_names))
+        optimizer._ipu_state, optimizer._ipu_param = device.state(), encode(device.hyperparameters, device.group_names)
 
 
 def upload_optimizer_if_newer(optimizer: Any, program: Program) -> None:

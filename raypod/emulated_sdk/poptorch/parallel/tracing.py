@@ -428,7 +428,7 @@ class ActivationRecorder:
             return tensor.detach()
 
         try:
-            with torch.autograd.graph.saved_tensors_hooks(save, _unchanged):
+            with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
                 yield
         finally:
             saved.clear()
@@ -507,7 +507,3 @@ def _address(tensor: torch.Tensor) -> int:
     if tensor.layout != torch.strided:  # a sparse tensor of the host: it has no storage of its own
         return id(tensor)
     return int(tensor.untyped_storage().data_ptr())
-
-
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -137,7 +137,7 @@ def trace(
     versions = [tensor._version for tensor in tensors]
     backward_draws = False
     trained: FrozenSet[str] = frozenset()
-    with torch.set_grad_enabled(settings.gradients), detect_random() as generator:
+    with torch.set_grad_enabled(settings.gradients), detect_random() as has_drawn:
         anchor_recorder.begin(arguments.spec.names, tensors)
         try:
             with half, recorder, mode, check.functions, activations.saving():
@@ -149,6 +149,7 @@ def trace(
             raise NeedsGradients from error
         finally:
             python_state.undo()
+        draws = has_drawn()
         check.report()
         _check_dense("Output number {}", dict(enumerate(outputs)))
         check.check_outputs(outputs)
@@ -158,7 +159,7 @@ def trace(
             loss = _final_loss(mode.marks)
             trained = _trained(scratch, loss)
             with half:
-                backward_draws = generator.has_drawn_so_far() and not is_inspection() and _backward_draws(loss)
+                backward_draws = draws and not is_inspection() and _backward_draws(loss)
     loss_output = _loss_output(outputs, mode)
     overlapped = _overlapped(mode)
     mode.begin()  # it is in a reference cycle with the recorders: the graph would use memory in the first calls, too
@@ -166,7 +167,7 @@ def trace(
         structure=structure,
         dtypes=[API_DTYPE.get(output.dtype, output.dtype) for output in outputs],
         gradients=settings.gradients,
-        draws=generator.has_drawn,
+        draws=draws,
         backward_draws=backward_draws,
         is_plain=not mode.has_replaced and (loss_output is not None or not settings.is_training),
         uses_originals=mode.uses_originals,

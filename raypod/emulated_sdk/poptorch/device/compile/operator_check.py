@@ -134,9 +134,10 @@ class OperatorCheck:
         if name == "aten::_local_scalar_dense":
             self._reject(_VALUE.format("aten::item"))
             return
-        limit = kernel_limit(base_name(name), args)
-        if limit is not None:
-            self._reject(limit)
+        limit = _KERNELS.get(base_name(name))
+        reason = None if limit is None else limit(args)
+        if reason is not None:
+            self._reject(reason)
         elif not is_supported(name):
             self._add(self._unsupported, base_name(name))
 
@@ -290,12 +291,6 @@ _NONZERO = (
 )
 
 
-def kernel_limit(operator: str, args: Arguments) -> Optional[str]:
-    """Return why PopTorch rejects a call of an operator ("aten::name") with these arguments; None if it does not."""
-    limit = _KERNELS.get(operator)
-    return None if limit is None else limit(args)
-
-
 def function_limit(function: Any, args: Arguments, kwargs: Dict[str, Any]) -> Optional[str]:
     """Return why PopTorch rejects a call of a torch function; None if it does not."""
     if function in _RECURRENT:
@@ -371,6 +366,7 @@ def _triangle(name: str) -> _Limit:
 
 _SMOOTHING = (("reduction", 6, "mean"), ("label_smoothing", 7, 0.0))  # name, position and default
 _RECURRENT = {torch.lstm: "LSTM", torch.gru: "GRU", torch.rnn_tanh: "RNN", torch.rnn_relu: "RNN"}
+# For an operator: why PopTorch rejects a call with these arguments; None if it does not.
 _KERNELS: Dict[str, _Limit] = {
     "aten::nonzero": lambda args: _NONZERO,
     "aten::index": _boolean_index,

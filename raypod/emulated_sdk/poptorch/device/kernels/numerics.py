@@ -39,25 +39,11 @@ def device_random(seed: int, replica: int, micro_batch: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def detect_random() -> Iterator[DrawDetector]:
-    """Context that detects whether numbers are drawn. The host's generator is restored afterwards."""
+def detect_random() -> Iterator[Callable[[], bool]]:
+    """Context of a function: were numbers drawn since it began? The host's generator is restored afterwards."""
     with device_random(0, 0, 0):
-        detector = DrawDetector()
-        yield detector
-        detector.has_drawn = detector.has_drawn_so_far()
-
-
-class DrawDetector:
-    """The result of `detect_random`: `has_drawn` is set when its context ends."""
-
-    has_drawn = False
-
-    def __init__(self) -> None:
-        self._before = torch.get_rng_state()
-
-    def has_drawn_so_far(self) -> bool:
-        """Return whether numbers were drawn since the context began."""
-        return not torch.equal(self._before, torch.get_rng_state())
+        before = torch.get_rng_state()
+        yield lambda: not torch.equal(before, torch.get_rng_state())
 
 
 class DrawKernelDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
