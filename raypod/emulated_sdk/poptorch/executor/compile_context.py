@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Callable, ClassVar, Dict, Iterator, List, Mapping, Optional, Protocol, Set
+from typing import Any, Callable, ClassVar, Dict, Iterator, List, Mapping, Optional, Set
 
 import torch
 from _pod.activation import STRICT, is_strict
@@ -171,18 +171,8 @@ def _place() -> Optional[str]:
     return None if file.startswith(findings.SDK_FOLDER) else f"{file}:{frame.f_lineno}"
 
 
-class SubstitutionManager(Protocol):
-    """Replaces functions, for example of a library of layers, by others that suit an IPU."""
-
-    def replace(self) -> None:
-        """Replace the functions."""
-
-    def restore(self) -> None:
-        """Restore the original functions."""
-
-
 class Substitutions:
-    """Context in which the functions of all registered managers are replaced.
+    """Context in which all registered managers replace functions, as of a library of layers, by some that suit an IPU.
 
     The SDK enters it when it compiles. The emulation also enters it for every call, as it runs the forward again.
     """
@@ -192,7 +182,7 @@ class Substitutions:
     def __enter__(self) -> None:
         with contextlib.ExitStack() as restores:  # also if a later manager raises an exception
             for kind in self._subsitution_manager_types:
-                manager: SubstitutionManager = kind()
+                manager = kind()
                 restores.callback(manager.restore)
                 manager.replace()
             self._restores = restores.pop_all()
@@ -202,7 +192,7 @@ class Substitutions:
 
     @classmethod
     def registerSubsitutionManager(cls, type: Any) -> None:
-        """Register a class of managers, once. Its objects have the methods of `SubstitutionManager`."""
+        """Register a class of managers, once. Its objects have the methods `replace()` and `restore()`."""
         if type not in cls._subsitution_manager_types:
             cls._subsitution_manager_types.append(type)
 

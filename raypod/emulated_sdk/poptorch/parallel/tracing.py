@@ -371,10 +371,8 @@ class StageActivations(NamedTuple):
     def scaled(self, factor: float) -> StageActivations:
         """Return the activations of a micro-batch that is `factor` times as large."""
         segments = tuple(round(factor * segment) for segment in self.segments)
-        entering, checkpoints, operands, passed = (
-            round(factor * size) for size in (self.entering, self.checkpoints, self.operands, self.passed)
-        )
-        return StageActivations(segments, entering, checkpoints, self.tensors, operands, passed, self.casts)
+        names = ("entering", "checkpoints", "operands", "passed")
+        return self._replace(segments=segments, **{name: round(factor * getattr(self, name)) for name in names})
 
 
 class _OpenActivations:

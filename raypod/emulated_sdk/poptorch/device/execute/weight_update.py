@@ -109,7 +109,6 @@ class WeightUpdate(NoUpdate):
 
     @property
     def scales(self) -> Scales:
-        """The scaling of the loss, and of anchored gradients."""
         return Scales(self.optimizer.loss_scaling, self._loss_terms)
 
     def backward(self, replica: int, loss: Optional[torch.Tensor]) -> None:

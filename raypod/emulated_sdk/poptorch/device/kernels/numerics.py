@@ -10,6 +10,7 @@ needs no CPU kernels for half, which it lacks or which are slow.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import struct
 import threading
@@ -218,7 +219,7 @@ class _Operator:
         )
 
 
-_operators: Dict[Any, _Operator] = {}
+_operator = functools.lru_cache(maxsize=None)(_Operator)
 
 
 class HalfMode(TorchDispatchMode):
@@ -257,9 +258,7 @@ class HalfMode(TorchDispatchMode):
         if torch.half not in dtypes and all(operand.dtype is not torch.half for operand in operands):
             return func(*args, **kwargs)
         self.has_half = True
-        operator = _operators.get(func)
-        if operator is None:
-            operator = _operators[func] = _Operator(func)
+        operator = _operator(func)
         if operator.is_exact:
             return func(*self._rounded_source(func, args, kwargs), **kwargs)
         replaced: _Replaced = {}
