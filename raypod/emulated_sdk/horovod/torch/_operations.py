@@ -331,7 +331,7 @@ def _sentence(one: Description, other: Description) -> str:
     if kind != other.kind:
         return _differ("operations", "did an {}", kind, other.kind)
     if len(one.tensors) != len(other.tensors):
-        return _differ("group sizes", "submitted a group of {}", len(one.tensors), len(other.tensors), " tensors")
+        return _differ("group sizes", "submitted a group of {} tensors", len(one.tensors), len(other.tensors))
     if one.tensors != other.tensors:
         index = _first_difference(one.tensors, other.tensors)
         return _tensor_sentence(kind, one.tensors[index], other.tensors[index])
@@ -358,8 +358,8 @@ def _tensor_sentence(kind: str, one: Tensor, other: Tensor) -> str:
     return _differ(what, f"sent a tensor with dimension {dim} equal to {{}}", shapes[0][dim], shapes[1][dim])
 
 
-def _differ(what: str, form: str, one: Any, other: Any, unit: str = "") -> str:
-    return f"Mismatched {what}: One rank {form.format(one)}{unit}, but another rank {form.format(other)}{unit}."
+def _differ(what: str, form: str, one: Any, other: Any) -> str:
+    return f"Mismatched {what}: One rank {form.format(one)}, but another rank {form.format(other)}."
 
 
 def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -387,9 +387,7 @@ MOVED = REDUCED | {torch.uint8, torch.int8, torch.int16}
 
 
 def check_tensors(tensors: Tensors, dtypes: FrozenSet[torch.dtype], rows_for: str = "") -> None:
-    """Raise ValueError for tensors that Horovod does not take; `rows_for` needs at least one, and no 0-d tensor."""
-    if not tensors and rows_for:
-        raise ValueError(f"{rows_for} needs at least one tensor")
+    """Raise ValueError for tensors that Horovod does not take; `rows_for` takes no 0-d tensor."""
     for tensor in tensors:
         if not torch.is_tensor(tensor):
             raise ValueError(f"Horovod takes tensors, not a {type(tensor).__name__}")

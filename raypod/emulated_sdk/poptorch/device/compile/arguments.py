@@ -407,9 +407,8 @@ class AnchorRecorder:
     def __init__(self, module: torch.nn.Module, anchored: Iterable[str] = ()) -> None:
         self._module = module
         self._anchored = frozenset(anchored)
-        self._module_hooks = [
-            submodule.register_forward_hook(self._output_hook(path)) for path, submodule in module.named_modules()
-        ]
+        for path, submodule in module.named_modules():
+            submodule.register_forward_hook(self._output_hook(path))
         self._gradient_hooks: List[RemovableHandle] = []
         self._names: Dict[str, None] = {}
         self._values: Dict[str, torch.Tensor] = {}
