@@ -36,7 +36,7 @@ from typing import List, NamedTuple, Optional, Sequence
 import torch
 
 from _pod import telemetry
-from _pod.reduce import even_slices
+from _pod.reduce import additions_within, even_slices
 from _pod.wires import Group, as_bytes
 
 _FOLDER = "/dev/shm"
@@ -109,12 +109,10 @@ class Board:
     def _finish_tree(self, own: torch.Tensor, place: slice) -> None:
         parts = [row[place] for row in self._rows]
         parts[self._rank] = own
-        step = 1
-        while 2 * step < len(parts):
-            for left in range(0, len(parts), 2 * step):
-                parts[left].add_(parts[left + step])
-            step *= 2
-        torch.add(parts[0], parts[step], out=self.result[place])
+        *additions, (left, right) = additions_within(len(parts), 0, len(parts))
+        for target, source in additions:
+            parts[target].add_(parts[source])
+        torch.add(parts[left], parts[right], out=self.result[place])
 
 
 def _pieces(owned: slice, starts: Sequence[int], lengths: Sequence[int]) -> List[Piece]:

@@ -79,7 +79,8 @@ class GradientSum:
         if shared is None:
             return self._sum_over_network(lists)
         self._add_local(lists)
-        shared.sum_(group, [_flat(tensor) for tensor in lists[0]])
+        in_memory_order = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in lists[0]]
+        shared.sum_(group, in_memory_order)
         return self._views(shared.result)
 
     def abandon(self) -> None:
@@ -157,11 +158,6 @@ class GradientSum:
             row.as_strided(like.shape, like.stride(), row.storage_offset() + start)
             for like, start in zip(self._like, self._starts)
         ]
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements in memory order."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _starts(tensors: Sequence[torch.Tensor]) -> Tuple[List[int], int]:

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from _pod import wires
+from _pod.rendezvous import timeout_s
 from _pod.wires import Group, Transfer, wait_all
 
 GROUP = "gcl"
@@ -71,7 +72,7 @@ def tree_sum_(
 
 def join(process_id: int, num_processes: int) -> Group:
     """Join the group of all processes, as `wires.connect`; with the full timeout, as others may compile for minutes."""
-    return wires.connect(GROUP, process_id, num_processes, join_s=wires.timeout_s())
+    return wires.connect(GROUP, process_id, num_processes, join_s=timeout_s())
 
 
 class Layout(NamedTuple):

@@ -33,15 +33,15 @@ _servers: weakref.WeakSet[StoreServer] = weakref.WeakSet()
 class StoreServer:
     """A server that runs from construction until `close`. The keys are kept in memory."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen on the address of `host`, which clients must be able to reach, and on no other. `port` 0: any.
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """Listen on a free port of the address of `host`, which clients must be able to reach, and on no other.
 
         Raises:
             OSError: the address cannot be resolved or bound.
         """
         secret = protocol.new_secret()
         self._secret = bytes.fromhex(secret)
-        self._listener = _listen(host, port)
+        self._listener = _listen(host)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         # A process with these variables may join: keep them secret.
         self.environment: Dict[str, str] = {RENDEZVOUS: self.address, SECRET: secret}
@@ -278,8 +278,8 @@ _VERBS: Dict[bytes, Callable[..., Optional[Sequence[bytes]]]] = {
 }
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+def _listen(host: str) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

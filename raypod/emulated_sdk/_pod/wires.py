@@ -34,7 +34,7 @@ from _pod.activation import GENERATION, RENDEZVOUS, SECRET, TIMEOUT_S
 from _pod.rendezvous import timeout_s
 from _pod.store_client import StoreClient
 from _pod.store_protocol import PeerFailed
-from _pod.store_server import StoreServer
+from _pod.store_server import StoreServer as StoreServer  # for programs without a launcher
 
 _c10d: Any = torch.distributed  # its stubs lack half of the documented names
 
@@ -231,26 +231,6 @@ def split_address(address: str) -> Tuple[str, int]:
         raise RuntimeError(f"{RENDEZVOUS}={address!r} is not host:port")
     return host.strip("[]"), int(port)
 
-
-__all__ = [
-    "GENERATION",
-    "RENDEZVOUS",
-    "SECRET",
-    "TIMEOUT_S",
-    "Group",
-    "PeerFailed",
-    "StoreServer",
-    "Transfer",
-    "abandon",
-    "abandon_all",
-    "as_bytes",
-    "close",
-    "connect",
-    "disconnect",
-    "disconnect_broken",
-    "timeout_s",
-    "wait_all",
-]
 
 _MAX_TAGS = 1 << 20  # Gloo uses the top bits of a slot for its own collectives
 

@@ -28,8 +28,8 @@ from poptorch.errors import Error
 
 OK, WARN, TROUBLE = "ok", "warn", "trouble"
 
-_SDK = f"{FOLDER}/"
-_TORCH = f"{Path(torch.__file__).resolve().parent}/"
+SDK_FOLDER = f"{FOLDER}/"
+TORCH_FOLDER = f"{Path(torch.__file__).resolve().parent}/"
 _BETWEEN = (logging.__file__, contextlib.__file__, traceback.__file__)
 _RECORDED = "_is_in_findings"  # an attribute of exceptions
 
@@ -94,7 +94,7 @@ def _frames(walked: Iterable[Tuple[FrameType, int]]) -> List[Tuple[str, int]]:
 def _first_of_program(frames: Sequence[Tuple[str, int]]) -> Sequence[str]:
     """Return file and line of the first frame outside of the SDK, torch and the modules that these call."""
     for file, line in frames:
-        if not file.startswith((_SDK, _TORCH, "<")) and file not in _BETWEEN:
+        if not file.startswith((SDK_FOLDER, TORCH_FOLDER, "<")) and file not in _BETWEEN:
             return [f"{Path(file).name}:{line}"]
     return []
 

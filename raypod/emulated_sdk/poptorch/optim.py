@@ -129,10 +129,6 @@ class Optimizer:
         """Return whether the host has a state of the device."""
         return self._ipu_state is not None
 
-    def _take(self, ipu_state: Dict[str, Any], ipu_param: Dict[str, Any]) -> None:
-        """Set the state that the executor copied from the device."""
-        self._ipu_state, self._ipu_param = ipu_state, ipu_param
-
     def _construct(self, rule: Rule, arguments: Dict[str, Any]) -> None:
         """Construct torch's class of the rule, and add the device's attributes.
 

@@ -82,17 +82,14 @@ class Channel:
         try:
             yield
         finally:
-            self._write(directory, name, start_ns, time.perf_counter_ns())
-
-    def _write(self, directory: Path, name: str, start_ns: int, end_ns: int) -> None:
-        times = {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3}  # microseconds
-        where = {"pid": os.getpid(), "tid": threading.get_native_id()}
-        event = json.dumps({"name": name, "cat": self._name, "ph": "X", **times, **where})
-        file = directory / f"poptorch-{os.getpid()}.trace.json"
-        with _lock:
-            is_new = not file.exists()
-            with file.open("a") as stream:
-                stream.write(f"{'[' if is_new else ','}\n{event}")
+            times = {"ts": start_ns / 1e3, "dur": (time.perf_counter_ns() - start_ns) / 1e3}  # microseconds
+            where = {"pid": os.getpid(), "tid": threading.get_native_id()}
+            event = json.dumps({"name": name, "cat": self._name, "ph": "X", **times, **where})
+            file = directory / f"poptorch-{os.getpid()}.trace.json"
+            with _lock:
+                is_new = not file.exists()
+                with file.open("a") as stream:
+                    stream.write(f"{'[' if is_new else ','}\n{event}")
 
 
 def _directory() -> Optional[Path]:

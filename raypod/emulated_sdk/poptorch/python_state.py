@@ -215,20 +215,16 @@ class SharedObjects:
             node.replace(content)
 
 
-@contextlib.contextmanager
-def visible_objects() -> Iterator[None]:
+def visible_objects() -> ContextManager[None]:
     """Context for a layer on the host, in a forward: the program sees what it does to Python objects."""
     shared: Optional[SharedObjects] = getattr(_active, "shared", None)
-    with shared.on_host() if shared is not None else contextlib.nullcontext():
-        yield
+    return contextlib.nullcontext() if shared is None else shared.on_host()
 
 
-@contextlib.contextmanager
-def suspended_forward() -> Iterator[None]:
+def suspended_forward() -> ContextManager[None]:
     """Context for a wait, in a forward, for the forwards of other replicas."""
     shared: Optional[SharedObjects] = getattr(_active, "shared", None)
-    with shared.suspended() if shared is not None else contextlib.nullcontext():
-        yield
+    return contextlib.nullcontext() if shared is None else shared.suspended()
 
 
 class ReplicaObjects:
@@ -254,10 +250,9 @@ class _Saved:
 
     def __init__(self, node: Node, stores_tensors: bool = False) -> None:
         self.node, self.content = node, node.content()
-        self._versions = {
-            index: value._version for index, value in enumerate(self.content.values) if _has_version(value)
-        }
         values = self.content.values
+        tensors = ((index, value) for index, value in enumerate(values) if _is_tensor(value))
+        self._versions = {index: tensor._version for index, tensor in tensors if not tensor.is_inference()}
         self._values = {index: values[index].detach().clone() for index in self._versions if stores_tensors}
 
     def has_changed_tensor(self, index: int) -> bool:
@@ -277,10 +272,6 @@ class _Saved:
                     values[index] = self._values[index].clone()
                 self._versions[index] = values[index]._version
         self.node.replace(self.content)
-
-
-def _has_version(value: Any) -> bool:
-    return _is_tensor(value) and not value.is_inference()
 
 
 def _is_tensor(value: Any) -> bool:

@@ -223,7 +223,7 @@ def run(folder: Path, *flags: str) -> Dict[str, Any]:
 def only_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulated SDK has the methods of PopTorch only."""
     for name in ("emulatedReplicaState", "loadEmulatedReplicaState"):
-        monkeypatch.delattr(f"poptorch.executor.measurements.ReplicaState.{name}")
+        monkeypatch.delattr(f"poptorch.executor.measurements.Measurements.{name}")
 
 
 def test_a_resumed_run_continues_its_random_numbers(tmp_path: Path, only_own: None) -> None:

@@ -10,7 +10,7 @@ import atexit
 import os
 import re
 import warnings
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Iterable, List, NamedTuple, Optional, Tuple, Union
 
 import popdist
 from _pod import wires
@@ -18,6 +18,7 @@ from _pod import wires
 from horovod.torch import _process_sets
 from horovod.torch._engine import Timeline
 from horovod.torch._process_sets import GROUP, ProcessSet, add_process_set, global_process_set, remove_process_set
+from horovod.torch._process_sets import ids_and_ranks as _get_process_set_ids_and_ranks  # noqa: F401  # Horovod's tests
 
 __all__ = [
     "ProcessSet",
@@ -180,11 +181,6 @@ def stop_timeline() -> None:
     """Close the file of the timeline; ValueError before `init`."""
     _initialized()
     _timeline.stop()
-
-
-def _get_process_set_ids_and_ranks() -> Dict[int, List[int]]:
-    """Return the ranks of all process sets by id, under the name that Horovod's own tests use."""
-    return _process_sets.ids_and_ranks()
 
 
 class Position(NamedTuple):

@@ -11,6 +11,7 @@ HorovodInternalError before `init`, if the ranks disagree, and if a rank is lost
 from __future__ import annotations
 
 import inspect
+from operator import itemgetter
 from typing import Any, Callable, FrozenSet, List, Optional, Sequence, Tuple, Type
 
 import torch
@@ -61,7 +62,7 @@ class Collective:
         engine = engine_of(self.process_set, self.operation)
         check_tensors(inputs, self.dtypes, self.kind if self.needs_rows else "")
         make = self.make(inputs, outputs, engine.ranks)
-        return submit(engine, self.kind, self.name, make, tuple if self.returns_tuple else _first)
+        return submit(engine, self.kind, self.name, make, tuple if self.returns_tuple else itemgetter(0))
 
     def make(self, inputs: Tensors, outputs: Optional[Tensors], ranks: List[int]) -> _Make:
         """Check the arguments further, and return the constructor of the operation from its key.
@@ -339,10 +340,6 @@ def broadcast_all(tensors: Tensors, names: Sequence[str], root_rank: int) -> int
     )
 
 
-def _first(results: Tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return results[0]
-
-
 _KEY = "allreduce"  # of a dense gradient, also for a sparse one: the operation of a rank without a gradient meets both
 
 
@@ -389,19 +386,11 @@ def absent_allreduce_async_(
 class _Absent(operations.Allreduce):
     """An allreduce of zeros, or the allgather of no rows that the engine has described instead."""
 
-    def __init__(
-        self,
-        key: str,
-        inputs: operations.Tensors,
-        outputs: operations.Tensors,
-        op: ReduceOp,
-        factors: operations.Factors,
-    ) -> None:
-        super().__init__(key, inputs, outputs, op, factors)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.description = self.description._replace(own=[0])  # see `Description.is_absent`
 
     def run(self, group: Group) -> None:
-        """See the class."""
         if self.description.kind == self.kind:
             super().run(group)
             return

@@ -70,19 +70,15 @@ class Numbering:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._next = 0
+        self.restart()
 
     def take(self) -> int:
         """Return the next number."""
-        with self._lock:
-            self._next += 1
-            return self._next - 1
+        return next(self._numbers)  # atomic
 
     def restart(self) -> None:
         """Number from 0 again."""
-        with self._lock:
-            self._next = 0
+        self._numbers = itertools.count()
 
 
 class Engine:
@@ -175,7 +171,9 @@ class Engine:
         except RuntimeError as error:
             reason = str(error)
         finally:
-            self._end(reason)
+            with self._changed:
+                self._ended = self._ended or reason
+            self._finish(self._unfinished(), RuntimeError(self._ended))
 
     def _wait_for_work(self) -> bool:
         with self._changed:
@@ -189,7 +187,8 @@ class Engine:
         self._update_joined(statuses)
         active = [rank for rank, status in enumerate(statuses) if not status.has_joined]
         if not active:
-            return self._complete_joins()
+            self._complete_joins()
+            return True
         ready = [key for key in statuses[active[0]].pending if all(key in statuses[rank].pending for rank in active)]
         self._run([self._checked(key, statuses, active) for key in ready])
         if not ready and all(status.is_waiting for status in statuses):
@@ -225,14 +224,13 @@ class Engine:
             self._last_joined = max(joined - self._joined)
         self._joined = joined
 
-    def _complete_joins(self) -> bool:
+    def _complete_joins(self) -> None:
         joins = [operation for operation in self._unfinished() if isinstance(operation, Join)]
         for operation in joins:
             operation.result = self._last_joined
         self._joined, self._last_joined = set(), -1
         self._numbering.restart()  # the ranks have submitted different numbers of operations
         self._finish(joins)
-        return True
 
     def _checked(self, key: str, statuses: Sequence[_Status], active: Sequence[int]) -> Operation:
         """Return an operation that all active ranks have submitted; with its error if they disagree about it."""
@@ -274,11 +272,6 @@ class Engine:
                 operation.error, operation.is_done = error, True
                 self._pending.pop(operation.description.key, None)
             self._changed.notify_all()
-
-    def _end(self, reason: str) -> None:
-        with self._changed:
-            self._ended = self._ended or reason
-        self._finish(self._unfinished(), RuntimeError(self._ended))
 
 
 def _of_joined_rank(description: Description) -> Operation:

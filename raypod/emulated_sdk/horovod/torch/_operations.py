@@ -84,7 +84,6 @@ class Allreduce(Operation):
         return cls(description.key, zeros, zeros, ReduceOp(description.op), (prescale, postscale))
 
     def run(self, group: Group) -> None:
-        """See `run_together`."""
         run_together(group, [self])
 
 
@@ -155,7 +154,6 @@ class Allgather(Operation):
         self.inputs = inputs
 
     def run(self, group: Group) -> None:
-        """See the class."""
         lengths = zip(*self.owns)  # by tensor
         self.result = [_gathered(group, tensor.data, list(each)) for tensor, each in zip(self.inputs, lengths)]
 
@@ -182,7 +180,6 @@ class Broadcast(Operation):
         self.result = outputs
 
     def run(self, group: Group) -> None:
-        """See the class."""
         sizes = [tensor.numel() * tensor.element_size() for tensor in self.inputs]
         if group.rank == self._root:
             flat = torch.cat([as_bytes(tensor.data) for tensor in self.inputs])
@@ -203,7 +200,6 @@ class Alltoall(Operation):
         self._tensor = tensor
 
     def run(self, group: Group) -> None:
-        """See the class."""
         splits, received = self.owns[group.rank], [row[group.rank] for row in self.owns]
         tensor = self._tensor.data
         result = tensor.new_empty(sum(received), *tensor.shape[1:])
@@ -225,7 +221,6 @@ class Reducescatter(Operation):
         super().__init__(key, self._reduction.description.tensors, op=op, factors=factors)
 
     def run(self, group: Group) -> None:
-        """See the class."""
         self._reduction.run(group)
         self.result = [_own_rows(group, tensor) for tensor in self._reduction.outputs]
 
@@ -336,7 +331,7 @@ def _sentence(one: Description, other: Description) -> str:
     if kind != other.kind:
         return _differ("operations", "did an {}", kind, other.kind)
     if len(one.tensors) != len(other.tensors):
-        return _differ("group sizes", "submitted a group of {}", len(one.tensors), len(other.tensors), " tensors")
+        return _differ("group sizes", "submitted a group of {} tensors", len(one.tensors), len(other.tensors))
     if one.tensors != other.tensors:
         index = _first_difference(one.tensors, other.tensors)
         return _tensor_sentence(kind, one.tensors[index], other.tensors[index])
@@ -363,8 +358,8 @@ def _tensor_sentence(kind: str, one: Tensor, other: Tensor) -> str:
     return _differ(what, f"sent a tensor with dimension {dim} equal to {{}}", shapes[0][dim], shapes[1][dim])
 
 
-def _differ(what: str, form: str, one: Any, other: Any, unit: str = "") -> str:
-    return f"Mismatched {what}: One rank {form.format(one)}{unit}, but another rank {form.format(other)}{unit}."
+def _differ(what: str, form: str, one: Any, other: Any) -> str:
+    return f"Mismatched {what}: One rank {form.format(one)}, but another rank {form.format(other)}."
 
 
 def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -392,9 +387,7 @@ MOVED = REDUCED | {torch.uint8, torch.int8, torch.int16}
 
 
 def check_tensors(tensors: Tensors, dtypes: FrozenSet[torch.dtype], rows_for: str = "") -> None:
-    """Raise ValueError for tensors that Horovod does not take; `rows_for` needs at least one, and no 0-d tensor."""
-    if not tensors and rows_for:
-        raise ValueError(f"{rows_for} needs at least one tensor")
+    """Raise ValueError for tensors that Horovod does not take; `rows_for` takes no 0-d tensor."""
     for tensor in tensors:
         if not torch.is_tensor(tensor):
             raise ValueError(f"Horovod takes tensors, not a {type(tensor).__name__}")

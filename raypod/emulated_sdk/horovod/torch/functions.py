@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import os
 import pickle
+from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Set, Tuple, Union
 
 import torch
@@ -68,14 +69,14 @@ def broadcast_optimizer_state(
     for number, (param_group, group) in enumerate(zip(optimizer.param_groups, own["param_groups"])):
         for option in sorted(set(group) - {"params"}):
             key = f"group {number}: {option}"
-            values[key], assign[key] = group[option], _setter(param_group, option)
+            values[key], assign[key] = group[option], partial(param_group.__setitem__, option)
     for number, state in sorted(own["state"].items()):
         for item, value in sorted(state.items()):
             key = f"parameter {number}: {item}"
             if torch.is_tensor(value):
                 tensors.append((key, value))
             else:
-                values[key], assign[key] = value, _setter(state, item)
+                values[key], assign[key] = value, partial(state.__setitem__, item)
     broadcast_parameters(tensors, root_rank)
     for key, value in broadcast_object(values, root_rank, "optimizer state").items():
         assign[key](value)
@@ -139,10 +140,6 @@ def _unpickled(received: torch.Tensor, context: str) -> Any:
 def _secret() -> bytes:
     """Return the secret of the processes of this pod; a single process needs none."""
     return bytes.fromhex(os.environ.get(SECRET, ""))
-
-
-def _setter(target: Dict[str, Any], key: str) -> Callable[[Any], None]:
-    return lambda value: target.__setitem__(key, value)
 
 
 def _create_state(optimizer: torch.optim.Optimizer, model: Optional[torch.nn.Module]) -> None:

@@ -57,8 +57,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self.op, self.process_set = settings.op, settings.process_set
         self.gradient_predivide_factor = settings.gradient_predivide_factor
         self.sparse_as_dense = settings.sparse_as_dense
-        self.backward_passes_per_step = backward_passes_per_step
-        self._passes_left: Dict[torch.Tensor, int] = {}
         self._pending: Dict[int, _Pending] = {}  # by group
         self._is_synchronized, self._must_synchronize = False, True
         self._groups: List[_Parameters] = []
@@ -78,7 +76,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if passes != passes:
             raise ValueError("backward_passes_per_step is NaN")
         self.backward_passes_per_step = passes
-        self._passes_left = dict.fromkeys(self._parameter_names, passes)
+        self._passes_left: Dict[torch.Tensor, int] = dict.fromkeys(self._parameter_names, passes)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the user's optimizer, and discard the gradients accumulated so far."""

@@ -23,6 +23,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 import torch
 from _pod import reduce, wires
 from _pod.gradient_sum import Placement
+from _pod.rendezvous import timeout_s
 
 from poptorch.custom_operators.registry import built_in_emulation
 from poptorch.environment import logger
@@ -363,10 +364,10 @@ class ReplicaExchange:
         return group.gather(local).flatten(0, 1)
 
     def _wait(self, operation: str) -> None:
-        present, deadline = self._round, time.monotonic() + wires.timeout_s()
+        present, deadline = self._round, time.monotonic() + timeout_s()
         while self._round == present and self._failure is None:
             if not self._condition.wait(max(0.0, deadline - time.monotonic())):
-                raise Error(f"{operation}: other replicas did not call it within {wires.timeout_s():g} s")
+                raise Error(f"{operation}: other replicas did not call it within {timeout_s():g} s")
         if self._round == present and self._failure is not None:
             raise self._failure
 

@@ -197,10 +197,10 @@ def custom_op_emulation(name: str, *, domain: str, version: int = 1) -> Callable
 
 
 def built_in_emulation(
-    name: str, domain: str = "ai.graphcore", version: int = 1, is_flat: bool = False
+    name: str, domain: str = "ai.graphcore", is_flat: bool = False
 ) -> Callable[[_Function], Emulation]:
     """Register an implementation that is part of the emulated SDK; for `is_flat` see `Emulation`."""
-    return _registrar(_built_in, OperatorId(name, domain, version), is_flat)
+    return _registrar(_built_in, OperatorId(name, domain, 1), is_flat)
 
 
 def _registrar(
@@ -222,23 +222,6 @@ def is_pattern(name: str) -> bool:
     """Return whether a module has registered the pattern. Raises Error if a named module cannot be imported."""
     load()
     return name in _patterns
-
-
-def find(operator: OperatorId) -> Emulation:
-    """Return the implementation of an operator.
-
-    Raises:
-        poptorch.Error: there is none, or a named module cannot be imported.
-    """
-    found = lookup(operator)
-    if found is None:
-        raise Error(
-            f"poptorch.custom_op: the custom operator {operator} is C++ for the IPU, and the emulated SDK has no "
-            f"implementation of it. Register one in Python by @custom_op_emulation({operator.name!r}, "
-            f"domain={operator.domain!r}, version={operator.version}) of poptorch.emulation, in a module that "
-            f"{MODULES} names"
-        )
-    return found
 
 
 def lookup(operator: OperatorId) -> Optional[Emulation]:
@@ -393,11 +376,19 @@ def _on_device(
     inputs: Iterable[torch.Tensor], operator: OperatorId, examples: List[torch.Tensor], attributes: Dict[str, Any]
 ) -> List[torch.Tensor]:
     kinds = [Kind.of(example) for example in examples]
-    if findings.is_active() and lookup(operator) is None:
+    emulation = lookup(operator)
+    if emulation is None and findings.is_active():
         text = f"{operator} has no implementation here, so what it computes is unknown: the check went on with zeros"
         findings.add_here(findings.WARN, "custom operator", text)
-        return run(_zeros(operator, kinds), kinds, attributes, list(inputs))
-    return run(find(operator), kinds, attributes, list(inputs))
+        emulation = _zeros(operator, kinds)
+    if emulation is None:
+        raise Error(
+            f"poptorch.custom_op: the custom operator {operator} is C++ for the IPU, and the emulated SDK has no "
+            f"implementation of it. Register one in Python by @custom_op_emulation({operator.name!r}, "
+            f"domain={operator.domain!r}, version={operator.version}) of poptorch.emulation, in a module that "
+            f"{MODULES} names"
+        )
+    return run(emulation, kinds, attributes, list(inputs))
 
 
 def _zeros(operator: OperatorId, kinds: List[Kind]) -> Emulation:

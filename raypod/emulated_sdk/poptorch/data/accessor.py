@@ -16,7 +16,6 @@ from typing import Any, List, Optional, Sized, cast
 
 import torch
 
-from poptorch import pytree
 from poptorch.data import fetcher
 from poptorch.data.fetcher import Ready, Settings
 from poptorch.data.ring import END, WHOLE, Entry, Event, RingHeader, SharedMemory, map_slots
@@ -351,7 +350,7 @@ def _start(
 def _start_process(
     context: Any, channels: fetcher.Channels, settings: fetcher.Settings, dataset: Any, by_file: bool
 ) -> Any:
-    state = fetcher.ProcessState.of_this_process(pytree.registered_parsers())
+    state = fetcher.ProcessState.of_this_process()
     pickled = _pickle_to_file(dataset) if by_file else None
     try:
         arguments = (channels, settings, state, pickled, None if by_file else dataset)

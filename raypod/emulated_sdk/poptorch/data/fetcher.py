@@ -37,7 +37,7 @@ from poptorch.data.ring import (
     memory_size,
 )
 from poptorch.errors import Error
-from poptorch.pytree import TreeSpec, flatten, flatten_element, registerCustomArgParser
+from poptorch.pytree import TreeSpec, flatten, flatten_element, registerCustomArgParser, registered_parsers
 
 _POLL_INTERVAL_S = 0.5  # a waiting fetcher checks this often whether its parent is alive
 
@@ -104,12 +104,12 @@ class ProcessState:
     numpy_rng: Any
 
     @classmethod
-    def of_this_process(cls, parsers: Dict[type, Any]) -> ProcessState:
+    def of_this_process(cls) -> ProcessState:
         """Return the present state."""
         numpy = sys.modules.get("numpy")
         numpy_rng = None if numpy is None else numpy.random.get_state()
         start_method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-        return cls(start_method, dict(parsers), torch.get_rng_state(), random.getstate(), numpy_rng)
+        return cls(start_method, registered_parsers(), torch.get_rng_state(), random.getstate(), numpy_rng)
 
     def restore(self) -> None:
         """Set the state of this process."""
@@ -229,7 +229,9 @@ def run(
         state.restore()
         if pickled is not None:
             dataset = pickle.loads(pickled.map())
-        _unshare_partition(dataset)
+        partition = getattr(dataset, "_partition", None)
+        if partition is not None:  # the shuffling of a loader's partition is then independent of the reader's loader
+            partition.unshare()
         has_workers = isinstance(dataset, torch.utils.data.DataLoader) and dataset.num_workers > 0
         _Fetcher(channels, settings, header).serve(_batches_of_workers(dataset) if has_workers else dataset)
     except KeyboardInterrupt:
@@ -252,13 +254,6 @@ def _batches_of_workers(loader: Any) -> Iterable[Any]:
     count, vars(loader)["batches_to_combine"] = getattr(loader, "batches_to_combine", 1), 1
     batches = WorkerBatches(loader)
     return CombinedBatches(batches, count, loader.rebatched_drop_last, are_reused=True) if count > 1 else batches
-
-
-def _unshare_partition(dataset: Any) -> None:
-    """Make the shuffling of a loader's partition independent of the reader's loader."""
-    partition = getattr(dataset, "_partition", None)
-    if partition is not None:
-        partition.unshare()
 
 
 def _set_up_process(header: RingHeader) -> None:

@@ -42,10 +42,7 @@ class SharedMemory:
         """Grow the memory to `size` bytes; MemoryError if the host does not have them."""
         try:
             # Allocates now: SIGBUS would kill a process that touches a page without memory.
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._descriptor, 0, size)
-            else:
-                os.ftruncate(self._descriptor, size)
+            os.posix_fallocate(self._descriptor, 0, size)
         except OSError as error:
             raise MemoryError(f"Cannot allocate {size} bytes of shared memory: {error}") from error
 

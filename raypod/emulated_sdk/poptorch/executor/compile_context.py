@@ -22,10 +22,10 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Callable, ClassVar, Dict, Iterator, List, Mapping, Optional, Protocol, Set
+from typing import Any, Callable, ClassVar, Dict, Iterator, List, Mapping, Optional, Set
 
 import torch
-from _pod.activation import FOLDER, STRICT, is_strict
+from _pod.activation import STRICT, is_strict
 from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
@@ -60,18 +60,12 @@ def registerPostCompileHook(hook: _Hook) -> RemovableHandle:
 def around_compilation(shows_progress: bool) -> Iterator[None]:
     """Context of a compilation: calls the hooks before and after it, in the order of registration."""
     _call(_before_compile)
-    with _progress_bar() if shows_progress else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if shows_progress:
+            bar = stack.enter_context(tqdm(total=100, desc="Graph compilation", bar_format=_BAR_FORMAT))
+            stack.callback(bar.update, 100)
         yield
     _call(_after_compile)
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[None]:
-    with tqdm(total=100, desc="Graph compilation", bar_format=_BAR_FORMAT) as bar:
-        try:
-            yield
-        finally:
-            bar.update(100)
 
 
 def _call(hooks: Dict[int, _Hook]) -> None:
@@ -106,8 +100,6 @@ _NAMES = (
     "zeros_like",
     "normal",
 )
-_SDK = f"{FOLDER}/"
-_TORCH = f"{Path(torch.__file__).resolve().parent}/"
 
 _lock = threading.Lock()
 _compiling: Dict[int, str] = {}  # names of the threads that compile
@@ -176,24 +168,14 @@ def _reject(name: str, place: str) -> None:
 def _place() -> Optional[str]:
     """Return file and line of the caller outside of torch; None for the emulated SDK itself: the real one has C++."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(findings.TORCH_FOLDER):
         frame = frame.f_back
     file = frame.f_code.co_filename
-    return None if file.startswith(_SDK) else f"{file}:{frame.f_lineno}"
-
-
-class SubstitutionManager(Protocol):
-    """Replaces functions, for example of a library of layers, by others that suit an IPU."""
-
-    def replace(self) -> None:
-        """Replace the functions."""
-
-    def restore(self) -> None:
-        """Restore the original functions."""
+    return None if file.startswith(findings.SDK_FOLDER) else f"{file}:{frame.f_lineno}"
 
 
 class Substitutions:
-    """Context in which the functions of all registered managers are replaced.
+    """Context in which all registered managers replace functions, as of a library of layers, by some that suit an IPU.
 
     The SDK enters it when it compiles. The emulation also enters it for every call, as it runs the forward again.
     """
@@ -203,7 +185,7 @@ class Substitutions:
     def __enter__(self) -> None:
         with contextlib.ExitStack() as restores:  # also if a later manager raises an exception
             for kind in self._subsitution_manager_types:
-                manager: SubstitutionManager = kind()
+                manager = kind()
                 restores.callback(manager.restore)
                 manager.replace()
             self._restores = restores.pop_all()
@@ -213,7 +195,7 @@ class Substitutions:
 
     @classmethod
     def registerSubsitutionManager(cls, type: Any) -> None:
-        """Register a class of managers, once. Its objects have the methods of `SubstitutionManager`."""
+        """Register a class of managers, once. Its objects have the methods `replace()` and `restore()`."""
         if type not in cls._subsitution_manager_types:
             cls._subsitution_manager_types.append(type)
 
@@ -272,8 +254,8 @@ def warn_of_variables(options: Options) -> None:
     Raises:
         Error: POPLAR_ENGINE_OPTIONS is not a JSON object.
     """
-    found = dict(_without_effect(os.environ))
-    report = _report(_all_engine_options(options))
+    found = _without_effect()
+    report = _report(_engine_options(options))
     if report and _ENGINE_OPTIONS in found:
         found[_ENGINE_OPTIONS] = report
     elif report:
@@ -288,18 +270,14 @@ def warn_of_variables(options: Options) -> None:
 
 def host_sync_timeout_s(options: Options) -> float:
     """Return the seconds after which an IPU ends a call: `target.hostSyncTimeout` of the engine options, else 300."""
-    return float(_all_engine_options(options).get("target.hostSyncTimeout", 300))
+    return float(_engine_options(options).get("target.hostSyncTimeout", 300))
 
 
-def _all_engine_options(options: Options) -> Dict[str, Any]:
-    return {**(options._Popart.options.get("engineOptions") or {}), **_engine_options(os.environ)}
-
-
-def _without_effect(environment: Mapping[str, str]) -> Dict[str, str]:
+def _without_effect() -> Dict[str, str]:
     """Return the variables of the SDK that are set and have no effect, each with the reason."""
-    is_launched = "POPDIST_NUM_TOTAL_REPLICAS" in environment
-    ignored = {name for name in environment if is_launched and name.startswith(_OF_POPRUN)}
-    names = [name for name in environment if name.startswith(PREFIXES) and environment[name]]
+    is_launched = "POPDIST_NUM_TOTAL_REPLICAS" in os.environ
+    ignored = {name for name in os.environ if is_launched and name.startswith(_OF_POPRUN)}
+    names = [name for name in os.environ if name.startswith(PREFIXES) and os.environ[name]]
     return {name: _reason(name) for name in names if name not in {*EFFECTS, *_OF_THE_SDK, *ignored}}
 
 
@@ -308,15 +286,16 @@ def _reason(name: str) -> str:
     return NO_EFFECT[name] if name in NO_EFFECT else NO_EFFECT[prefixes[0]]
 
 
-def _engine_options(environment: Mapping[str, str]) -> Dict[str, Any]:
-    text = environment.get(_ENGINE_OPTIONS, "")
+def _engine_options(options: Options) -> Dict[str, Any]:
+    """Return the engine options of the program, and those of the environment, which have precedence."""
+    text = os.environ.get(_ENGINE_OPTIONS, "")
     try:
-        options = json.loads(text or "{}")
+        given = json.loads(text or "{}")
     except json.JSONDecodeError as error:
         raise Error(f"{_ENGINE_OPTIONS}={text!r} is not JSON ({error})") from None
-    if not isinstance(options, dict):
+    if not isinstance(given, dict):
         raise Error(f'{_ENGINE_OPTIONS}={text!r} is not a JSON object, as {{"autoReport.all": "true"}} is')
-    return options
+    return {**(options._Popart.options.get("engineOptions") or {}), **given}
 
 
 def _report(engine: Mapping[str, Any]) -> str:

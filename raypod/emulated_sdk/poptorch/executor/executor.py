@@ -22,8 +22,7 @@ from poptorch.errors import Error
 from poptorch.executor import compile_context, host_state, saving
 from poptorch.executor.compile_context import Substitutions, around_compilation
 from poptorch.executor.host_state import executor_of, host_tensors, shallow_copy, unwrap, wrap
-from poptorch.executor.measurements import ReplicaState
-from poptorch.executor.saving import Filename, read_model, read_sections
+from poptorch.executor.measurements import Measurements
 from poptorch.optim import SGD
 from poptorch.optimizers.hyperparameters import AttributeChecks, extract, warn_ignored
 from poptorch.options import Options
@@ -37,7 +36,7 @@ _PROFILED = ("copyWeightsToHost", "copyWeightsToDevice", "setOptimizer", "compil
 _versions = itertools.count(1)  # of the host's weights, over all executors
 
 
-class PoplarExecutor(ReplicaState):
+class PoplarExecutor(Measurements):
     """A user's module compiled for the device. `trainingModel` and `inferenceModel` construct it.
 
     The first call compiles the model: structure, shapes and dtypes of the arguments are fixed from then on. Attributes
@@ -448,7 +447,7 @@ def _module_of(model: Union[torch.nn.Module, PoplarExecutor]) -> torch.nn.Module
     return model
 
 
-def load(filename: Filename, edit_opts_fn: Optional[Callable[[Options], Any]] = None) -> PoplarExecutor:
+def load(filename: saving.Filename, edit_opts_fn: Optional[Callable[[Options], Any]] = None) -> PoplarExecutor:
     """Return the executor that `save` wrote: model with weights, optimizer, options, executable and random state.
 
     Args:
@@ -459,8 +458,8 @@ def load(filename: Filename, edit_opts_fn: Optional[Callable[[Options], Any]] = 
     Raises:
         Error: the file has no model, is of another kind or version, or is damaged.
     """
-    sections = read_sections(filename)
-    saved = read_model(filename, sections)
+    sections = saving.read_sections(filename)
+    saved = saving.read_model(filename, sections)
     options = saved.options.clone()
     options.deleteIfExists("ipu_version")
     if options.connection_type == ConnectionType.Never:  # compiled offline, to be run here

@@ -75,7 +75,14 @@ class _Groupable:
             Error: the model is compiled already.
             AssertionError: an argument has another type.
         """
-        group_parameter(*self._executor_and_parameter(), comm_group_type, shards, variable_retrieval_mode)
+        assert isinstance(comm_group_type, CommGroupType), f"{comm_group_type!r} is not a CommGroupType"
+        mode = variable_retrieval_mode
+        assert isinstance(mode, VariableRetrievalMode), f"{mode!r} is not a VariableRetrievalMode"
+        executor, parameter = self._executor_and_parameter()
+        if executor.isCompiled():
+            raise Error("replicaGrouping must be called before the model is compiled")
+        names = [name for name, each in executor.model.named_parameters() if each is parameter]
+        executor.per_replica_params.update(dict.fromkeys(names, (comm_group_type, shards, mode)))
 
 
 class _HostParameter(_Groupable):
@@ -85,18 +92,6 @@ class _HostParameter(_Groupable):
 
     def _executor_and_parameter(self) -> Tuple[Executor, Any]:
         return self._poptorch_executor, self
-
-
-def group_parameter(
-    executor: Executor, parameter: Any, comm_group_type: CommGroupType, shards: int, mode: VariableRetrievalMode
-) -> None:
-    """Set the groups of replicas with their own values of a parameter; see `replicaGrouping`."""
-    assert isinstance(comm_group_type, CommGroupType), f"{comm_group_type!r} is not a CommGroupType"
-    assert isinstance(mode, VariableRetrievalMode), f"{mode!r} is not a VariableRetrievalMode"
-    if executor.isCompiled():
-        raise Error("replicaGrouping must be called before the model is compiled")
-    names = [name for name, each in executor.model.named_parameters() if each is parameter]
-    executor.per_replica_params.update(dict.fromkeys(names, (comm_group_type, shards, mode)))
 
 
 class GroupedParameter(_Groupable):
@@ -263,7 +258,7 @@ def fetch_optimizer(optimizer: Any, program: Program) -> None:
     if isinstance(optimizer, Optimizer) and isinstance(program, TrainingProgram) and not optimizer._host_is_newer:
         check_usable()
         device = program.optimizer
-        optimizer._take(device.state(), encode(device.hyperparameters, device.group_names))
+        optimizer._ipu_state, optimizer._ipu_param = device.state(), encode(device.hyperparameters, device.group_names)
 
 
 def upload_optimizer_if_newer(optimizer: Any, program: Program) -> None:

@@ -22,7 +22,7 @@ Latency = Tuple[float, float, float]
 
 
 class Measurements:
-    """Base class of `PoplarExecutor`: holds options and compiled program, and reads the program's measurements.
+    """Base class of `PoplarExecutor`: holds options and compiled program, reads the program's measurements and state.
 
     Times are those of the emulated device, so of this CPU.
     """
@@ -31,6 +31,9 @@ class Measurements:
         self._options = options
         self._program: Optional[Program] = None
         self._compilation_s = 0.0
+        self._loaded_replica_state: Optional[Dict[str, Any]] = None  # and not uploaded yet
+        self._is_attached = False
+        self._measures_gradients = False
 
     @property
     def options(self) -> Options:
@@ -174,16 +177,6 @@ class Measurements:
         if is_checked:
             check_memory(memory)
         return memory
-
-
-class ReplicaState(Measurements):
-    """Base class of `PoplarExecutor`: reads and loads the state of the replicas."""
-
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self._loaded_replica_state: Optional[Dict[str, Any]] = None  # and not uploaded yet
-        self._is_attached = False
-        self._measures_gradients = False
 
     def emulatedReplicaState(self) -> Dict[str, Any]:
         """Return the state of each replica of ALL processes after the last complete call; only the emulation has this.

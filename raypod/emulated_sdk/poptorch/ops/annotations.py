@@ -238,9 +238,6 @@ class MultiConv:
 
     def __init__(self) -> None:
         self._per_convolution: Dict[str, Sequence[Any]] = {}
-        self._plan_type: Optional[MultiConvPlanType] = None
-        self._reserved_tiles: Optional[int] = None
-        self._cycle_back_off: Optional[float] = None
 
     def availableMemoryProportions(self, value: Union[float, Sequence[float]]) -> MultiConv:
         """Set the share of a tile's memory, in [0, 1], for each convolution."""
@@ -262,20 +259,17 @@ class MultiConv:
         """Set the plan type: Parallel, Serial, or None for the default."""
         is_plan = value is None or isinstance(value, MultiConvPlanType)
         assert is_plan, f"Invalid plan type: expected a poptorch.MultiConvPlanType, got {value!r}"
-        self._plan_type = value
         return self
 
     def perConvReservedTiles(self, value: int) -> MultiConv:
         """Set the number of tiles reserved for each convolution, at least 0."""
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         assert is_count, f"Invalid per conv reserved tiles: expected an int of at least 0, got {value!r}"
-        self._reserved_tiles = value
         return self
 
     def cycleBackOff(self, value: float) -> MultiConv:
         """Set the share of cycles, in [0, 1], by which a plan may exceed the fastest plan."""
         assert _is_share(value), f"Invalid cycle back off: expected a float in [0, 1], got {value!r}"
-        self._cycle_back_off = value
         return self
 
     def __enter__(self) -> MultiConv:

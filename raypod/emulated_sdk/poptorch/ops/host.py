@@ -18,7 +18,6 @@ from poptorch.pytree import flatten
 # The replica threads share one host, which runs one layer at a time. Reentrant, as a layer may call another.
 _host_lock = threading.RLock()
 
-_TO_HOST: Dict[torch.dtype, torch.dtype] = {torch.int64: torch.int32}
 FLOAT_FORMATS = ("auto", "fixed", "scientific", "none")
 
 
@@ -77,7 +76,8 @@ class CPU:
     def _call_from_device(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         tensors, arguments = flatten((args, kwargs))
         with visible_objects(), _host_lock, off_device(), torch.no_grad():
-            on_host = [_to_host(tensor) for tensor in tensors]
+            dtypes = [torch.int32 if tensor.dtype == torch.int64 else tensor.dtype for tensor in tensors]
+            on_host = [tensor.detach().to(dtype, copy=True) for tensor, dtype in zip(tensors, dtypes)]
             args, kwargs = arguments.unflatten(on_host)
             returned, spec = flatten(self._layer_to_call(*args, **kwargs))
             if not returned:
@@ -90,10 +90,6 @@ class CPU:
 def _stored(target: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     same = target.shape == result.shape and target.dtype == result.dtype
     return target.copy_(result) if same else result.clone()
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to(_TO_HOST.get(tensor.dtype, tensor.dtype), copy=True)
 
 
 def ipu_print_tensor(  # noqa: PLR0913  # the SDK's signature

@@ -85,7 +85,11 @@ class Hyperparameters(NamedTuple):
         for old_values, values in zip([*self.groups, self.whole], [*new.groups, new.whole]):
             for name, value in values.items():
                 if value != old_values[name] and name not in self.variable:
-                    raise Error(_constant_changed(name, old_values[name], value))
+                    raise Error(
+                        f"The optimizer's {name!r} was compiled as the constant {old_values[name]} and cannot become "
+                        f"{value}. Pass it explicitly to the optimizer's constructor, or call "
+                        f"variable_attrs.markAsVariable({name!r}) before the first call"
+                    )
 
 
 def extract(optimizer: torch.optim.Optimizer) -> Hyperparameters:
@@ -168,13 +172,6 @@ def _number(name: str, value: Any, default: Any) -> Any:
         f"Expected a number for the optimizer's {name!r}, not {value!r}"
     )
     return number
-
-
-def _constant_changed(name: str, old: Any, new: Any) -> str:
-    return (
-        f"The optimizer's {name!r} was compiled as the constant {old} and cannot become {new}. Pass it explicitly to "
-        f"the optimizer's constructor, or call variable_attrs.markAsVariable({name!r}) before the first call"
-    )
 
 
 # Attributes that torch's schedulers add.

@@ -96,9 +96,6 @@ class Options(DiagnosticOptions):
         self._relax_optimizer_checks = False
         self._module_namescope_enabled = True
         self._source_location_excludes: List[str] = []
-        self._read_environment()
-
-    def _read_environment(self) -> None:
         cache = os.environ.get("POPTORCH_CACHE_DIR")
         if cache:
             self.enableExecutableCaching(cache)
@@ -140,13 +137,11 @@ class Options(DiagnosticOptions):
 
     def deviceIterations(self: _Self, device_iterations: int) -> _Self:
         """Set the iterations of the device loop per call, at least 1; in training each makes one weight update."""
-        self._set_number(1, device_iterations=device_iterations)
-        return self
+        return self._set_number(1, device_iterations=device_iterations)
 
     def replicationFactor(self: _Self, replication_factor: int) -> _Self:
         """Set the number of replicas of THIS process, at least 1."""
-        self._set_number(1, replication_factor=replication_factor)
-        return self
+        return self._set_number(1, replication_factor=replication_factor)
 
     def inputReplicaGrouping(self: _Self, input_group_size: int, input_group_type: enums.CommGroupType) -> _Self:
         """Let the replicas of a group read the same input. NoGrouping means size 1.
@@ -281,14 +276,11 @@ class Options(DiagnosticOptions):
 
     def useIpuId(self: _Self, ipu_id: int) -> _Self:
         """Set the id of the device; AssertionError unless a non-negative integer."""
-        self._set_number(0, ipu_id=ipu_id)
-        return self
+        return self._set_number(0, ipu_id=ipu_id)
 
     def useOfflineIpuTarget(self: _Self, ipu_version: int = 2) -> _Self:
         """Compile without a device; also sets ConnectionType.Never."""
-        self._set_number(0, ipu_version=ipu_version)
-        self.connectionType(enums.ConnectionType.Never)
-        return self
+        return self._set_number(0, ipu_version=ipu_version).connectionType(enums.ConnectionType.Never)
 
     def enableExecutableCaching(self: _Self, path: str | None) -> _Self:
         """Set the directory of the executable cache; None for no cache. No effect: nothing is written to it.

@@ -62,12 +62,13 @@ class OptionsDict:
                 self.checkIsFrozen(name)
                 self._values[name] = value
 
-    def _set_number(self, minimum: int, **kwargs: Any) -> None:
-        """Call `createOrSet` with integers of at least `minimum`; AssertionError for other values."""
+    def _set_number(self: _Self, minimum: int, **kwargs: Any) -> _Self:
+        """Call `createOrSet` with integers of at least `minimum`, and return the object; else AssertionError."""
         for name, value in kwargs.items():
             assert is_integer(value), f"Unexpected type {type(value)} for option {name!r}: expected an integer"
             assert value >= minimum, f"Option {name!r} must be at least {minimum}, got {value}"
             self.createOrSet(**{name: int(value)})
+        return self
 
     def exists(self, option: str) -> bool:
         """Return whether the option has a value."""

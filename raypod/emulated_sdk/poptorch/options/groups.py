@@ -36,8 +36,7 @@ class _TrainingOptions(OptionsDict):
 
     def gradientAccumulation(self, gradient_accumulation: int) -> _TrainingOptions:
         """Set the number of micro-batches per replica and weight update, at least 1."""
-        self._set_number(1, gradient_accumulation=gradient_accumulation)
-        return self
+        return self._set_number(1, gradient_accumulation=gradient_accumulation)
 
     def accumulationAndReplicationReductionType(self, reduction_type: enums.ReductionType) -> _TrainingOptions:
         """Set the reduction of gradients over accumulation steps and the replicas of ALL processes: Sum or Mean.
@@ -176,13 +175,11 @@ class TensorLocationSettings(OptionsDict):
 
     def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
         """Set the minimum number of elements of a tensor stored off chip; AssertionError if negative."""
-        self._set_number(0, minElementsForOffChip=min_elements)
-        return self
+        return self._set_number(0, minElementsForOffChip=min_elements)
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> TensorLocationSettings:
         """Set the minimum number of elements of a tensor sharded over replicas; AssertionError if negative."""
-        self._set_number(0, minElementsForReplicatedTensorSharding=min_elements)
-        return self
+        return self._set_number(0, minElementsForReplicatedTensorSharding=min_elements)
 
     def useOnChipStorage(self, use: bool | None = True) -> TensorLocationSettings:
         """Store on chip; None removes the setting."""
@@ -280,8 +277,7 @@ class DiagnosticOptions(OptionsDict):
 
     def maxRepeatLogs(self: _Self, max_lines: int | None) -> _Self:
         """Set how often a log line may repeat; None for no limit."""
-        self._set_number(0, max_repeat_logs=(1 << 64) - 1 if max_lines is None else max_lines)
-        return self
+        return self._set_number(0, max_repeat_logs=(1 << 64) - 1 if max_lines is None else max_lines)
 
     def logCycleCount(self: _Self, log_cycle_count: bool) -> _Self:
         """Enable `PoplarExecutor.cycleCount()`."""

@@ -234,7 +234,6 @@ class _IPhasedExecution(_IExecutionStrategy):
         return index
 
     def backendOptions(self) -> Dict[str, Any]:
-        """Return the strategy's part of `Options.toDict`."""
         return {
             **super().backendOptions(),
             "separate_backward_phase": self._separate_backward_phase,

@@ -47,9 +47,7 @@ class Block(torch.nn.Module):
         self._user_id, self._ipu_id = _checked(user_id, ipu_id)
 
     def __enter__(self) -> None:
-        recorder = active_recorder()
-        if recorder is not None:
-            recorder.begin(self._user_id, self._ipu_id)
+        _begin((self._user_id, self._ipu_id))
 
     def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
         recorder = active_recorder()

@@ -170,8 +170,8 @@ def check_overlap(options: Options, overlapped: Collection[str]) -> None:
             "Overlapped IO is not supported with poptorch.PipelinedExecution. If you are using only one IPU, please "
             "switch to poptorch.ShardedExecution."
         )
-    tiles = _io_tiles(options)
-    if tiles < _MIN_IO_TILES:
+    locations = options.TensorLocations
+    if not locations.exists("numIOTiles") or locations("numIOTiles") < _MIN_IO_TILES:
         raise Error(
             f"No IO tiles allocated. You must allocate at least {_MIN_IO_TILES} IO tiles using "
             "poptorch.Options().TensorLocations.numIOTiles."
@@ -199,11 +199,6 @@ def _reserved_ipus(ipus_per_replica: int, options: Options) -> int:
         )
     logger.warning("The model uses %s; %d are reserved", what, reserved)
     return reserved
-
-
-def _io_tiles(options: Options) -> int:
-    locations = options.TensorLocations
-    return int(locations("numIOTiles")) if locations.exists("numIOTiles") else 0
 
 
 def _check_pipeline(forward_stages: int, options: Options, is_training: bool) -> None:

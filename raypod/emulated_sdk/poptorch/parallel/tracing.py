@@ -263,7 +263,7 @@ class StageRecorder(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> List[torch.Tensor]:
-    """Return the tensors in an operator's arguments or result, including those in lists."""
+    """Return the tensors in arguments or a result, including those nested in lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
@@ -371,10 +371,8 @@ class StageActivations(NamedTuple):
     def scaled(self, factor: float) -> StageActivations:
         """Return the activations of a micro-batch that is `factor` times as large."""
         segments = tuple(round(factor * segment) for segment in self.segments)
-        entering, checkpoints, operands, passed = (
-            round(factor * size) for size in (self.entering, self.checkpoints, self.operands, self.passed)
-        )
-        return StageActivations(segments, entering, checkpoints, self.tensors, operands, passed, self.casts)
+        names = ("entering", "checkpoints", "operands", "passed")
+        return self._replace(segments=segments, **{name: round(factor * getattr(self, name)) for name in names})
 
 
 class _OpenActivations:
@@ -428,7 +426,7 @@ class ActivationRecorder:
             return tensor.detach()
 
         try:
-            with torch.autograd.graph.saved_tensors_hooks(save, _unchanged):
+            with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
                 yield
         finally:
             saved.clear()
@@ -507,7 +505,3 @@ def _address(tensor: torch.Tensor) -> int:
     if tensor.layout != torch.strided:  # a sparse tensor of the host: it has no storage of its own
         return id(tensor)
     return int(tensor.untyped_storage().data_ptr())
-
-
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -31,6 +31,7 @@ from poptorch.enums import CommGroupType, OutputMode
 from poptorch.errors import Error
 from poptorch.findings import reject
 from poptorch.options import Options
+from poptorch.parallel.tracing import tensors_in
 from poptorch.pytree import TreeSpec, flatten
 
 
@@ -406,9 +407,8 @@ class AnchorRecorder:
     def __init__(self, module: torch.nn.Module, anchored: Iterable[str] = ()) -> None:
         self._module = module
         self._anchored = frozenset(anchored)
-        self._module_hooks = [
-            submodule.register_forward_hook(self._output_hook(path)) for path, submodule in module.named_modules()
-        ]
+        for path, submodule in module.named_modules():
+            submodule.register_forward_hook(self._output_hook(path))
         self._gradient_hooks: List[RemovableHandle] = []
         self._names: Dict[str, None] = {}
         self._values: Dict[str, torch.Tensor] = {}
@@ -448,7 +448,7 @@ class AnchorRecorder:
         prefix = f"{path.replace('.', '/')}/" if path else ""
 
         def record_outputs(module: torch.nn.Module, args: Any, output: Any) -> None:
-            for index, tensor in enumerate(_tensors(output)):
+            for index, tensor in enumerate(tensors_in(output)):
                 self._record(f"{prefix}{type(module).__name__}:{index}", tensor)
 
         return record_outputs
@@ -463,20 +463,9 @@ class AnchorRecorder:
             # The gradient is zero if the loss does not depend on the tensor.
             self._values[gradient] = torch.zeros_like(tensor, requires_grad=False)
             if tensor.requires_grad:
-                self._gradient_hooks.append(self._hook(tensor, gradient))
-
-    def _hook(self, tensor: torch.Tensor, gradient: str) -> RemovableHandle:
-        record_gradient = functools.partial(self._record_gradient, gradient)
-        handle: RemovableHandle = tensor.register_hook(record_gradient)  # type: ignore[no-untyped-call, unused-ignore]
-        return handle
+                record_gradient = functools.partial(self._record_gradient, gradient)
+                handle: RemovableHandle = tensor.register_hook(record_gradient)  # type: ignore[no-untyped-call, unused-ignore]
+                self._gradient_hooks.append(handle)
 
     def _record_gradient(self, name: str, value: torch.Tensor) -> None:
         self._values[name] = value.detach().clone()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)

@@ -120,16 +120,16 @@ def trace(
             uses parameters or buffers in a way that the device does not support.
         NeedsGradients: the forward computes gradients, and the settings are without.
     """
-    named = {**scratch.parameters, **scratch.buffers, **scratch.constants}
-    _check_dense("The parameter or buffer {!r}", named)
+    weights = scratch.tensors
+    _check_dense("The parameter or buffer {!r}", weights)
     tensors = [to_device(tensor) for tensor in inputs]
     mode = DeviceMode(is_compiling=True, originals=scratch.originals)
     half = HalfMode()
     recorder = StageRecorder(scratch.module, scratch.host_module, settings.strategy, block_of, settings.is_training)
     originals = [host for host, _ in (scratch.originals or {}).values()]
-    check = OperatorCheck(recorder, [*tensors, *_weights(scratch)], originals)
+    check = OperatorCheck(recorder, [*tensors, *weights.values()], originals)
     recorder.observers.append(check.observe)
-    activations = ActivationRecorder(recorder, _weights(scratch), tensors)
+    activations = ActivationRecorder(recorder, weights.values(), tensors)
     anchor_recorder = AnchorRecorder(scratch.module)
     args, kwargs = arguments.unflatten(tensors)
     python_state = TracedState(scratch.host_module, scratch.module, scratch.originals.values())
@@ -137,7 +137,7 @@ def trace(
     versions = [tensor._version for tensor in tensors]
     backward_draws = False
     trained: FrozenSet[str] = frozenset()
-    with torch.set_grad_enabled(settings.gradients), detect_random() as generator:
+    with torch.set_grad_enabled(settings.gradients), detect_random() as has_drawn:
         anchor_recorder.begin(arguments.spec.names, tensors)
         try:
             with half, recorder, mode, check.functions, activations.saving():
@@ -149,6 +149,7 @@ def trace(
             raise NeedsGradients from error
         finally:
             python_state.undo()
+        draws = has_drawn()
         check.report()
         _check_dense("Output number {}", dict(enumerate(outputs)))
         check.check_outputs(outputs)
@@ -158,7 +159,7 @@ def trace(
             loss = _final_loss(mode.marks)
             trained = _trained(scratch, loss)
             with half:
-                backward_draws = generator.has_drawn_so_far() and not is_inspection() and _backward_draws(loss)
+                backward_draws = draws and not is_inspection() and _backward_draws(loss)
     loss_output = _loss_output(outputs, mode)
     overlapped = _overlapped(mode)
     mode.begin()  # it is in a reference cycle with the recorders: the graph would use memory in the first calls, too
@@ -166,7 +167,7 @@ def trace(
         structure=structure,
         dtypes=[API_DTYPE.get(output.dtype, output.dtype) for output in outputs],
         gradients=settings.gradients,
-        draws=generator.has_drawn,
+        draws=draws,
         backward_draws=backward_draws,
         is_plain=not mode.has_replaced and (loss_output is not None or not settings.is_training),
         uses_originals=mode.uses_originals,
@@ -189,10 +190,6 @@ def _check_dense(description: str, tensors: Mapping[Any, torch.Tensor]) -> None:
                 f"{description.format(name)} is a sparse tensor, which the device does not have: make it dense, or use "
                 "it on the host only"
             )
-
-
-def _weights(memory: ReplicaMemory) -> List[torch.Tensor]:
-    return [*memory.parameters.values(), *memory.buffers.values(), *memory.constants.values()]
 
 
 def _overlapped(mode: DeviceMode) -> FrozenSet[str]:
@@ -479,7 +476,7 @@ class CompiledForward:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         _inductor.config.compile_threads = 1  # no processes besides the program's
-        self._names = list(_tensors_of(scratch))
+        self._names = list(scratch.tensors)
 
         def forward(*tensors: torch.Tensor) -> List[torch.Tensor]:
             args, kwargs = arguments.unflatten(list(tensors[len(self._names) :]))
@@ -487,7 +484,7 @@ class CompiledForward:
             with OnDevice():
                 return flatten(torch.func.functional_call(scratch.module, state, args, kwargs))[0]
 
-        tensors = [*_tensors_of(scratch).values(), *map(to_device, inputs)]
+        tensors = [*scratch.tensors.values(), *map(to_device, inputs)]
         try:
             graph = make_fx(forward, pre_dispatch=True)(*tensors)
             self._run: Callable[..., Sequence[torch.Tensor]] = _inductor.compile(graph, list(tensors))
@@ -500,13 +497,9 @@ class CompiledForward:
 
     def of(self, memory: ReplicaMemory) -> Callable[[Sequence[torch.Tensor]], List[torch.Tensor]]:
         """Return the function of the inputs of a replica, which returns its flat outputs."""
-        state = _tensors_of(memory)
+        state = memory.tensors
         tensors = [state[name] for name in self._names]
         return lambda inputs: list(self._run(*tensors, *inputs))
-
-
-def _tensors_of(memory: ReplicaMemory) -> Dict[str, torch.Tensor]:
-    return {**memory.parameters, **memory.buffers, **memory.constants}
 
 
 @contextlib.contextmanager

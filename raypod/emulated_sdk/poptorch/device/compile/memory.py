@@ -11,7 +11,7 @@ import functools
 import pickle
 import types
 from collections import OrderedDict
-from typing import Any, Collection, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Sequence, Tuple, TypeVar
 
 import torch
 
@@ -43,6 +43,11 @@ class ReplicaMemory(NamedTuple):
     updated: Dict[str, torch.nn.Parameter]
     originals: Dict[int, Tuple[torch.Tensor, torch.Tensor]]
 
+    @property
+    def tensors(self) -> Dict[str, torch.Tensor]:
+        """Parameters and buffers by name."""
+        return {**self.parameters, **self.buffers, **self.constants}
+
 
 class DeviceMemory:
     """Parameters and buffers of all local replicas.
@@ -52,7 +57,7 @@ class DeviceMemory:
         replicas: the number of local replicas.
         groups: the parameters of which groups of replicas have their own values.
         first_replica: the position of the first local replica among those of all processes.
-        user_model: the module that the program holds, if `model` is a shallow copy of it.
+        user_model: the module that the program holds, of which `model` may be a shallow copy.
         channels_last: the names of the 4-D weights to store in the memory format `torch.channels_last`.
 
     Attributes:
@@ -65,16 +70,14 @@ class DeviceMemory:
         self,
         model: torch.nn.Module,
         replicas: int,
-        user_model: Optional[torch.nn.Module] = None,
-        groups: Optional[Mapping[str, ReplicaGroups]] = None,
-        first_replica: int = 0,
-        channels_last: Collection[str] = (),
+        user_model: torch.nn.Module,
+        groups: Mapping[str, ReplicaGroups],
+        first_replica: int,
+        channels_last: FrozenSet[str],
     ) -> None:
-        self._model = model
-        self.channels_last = frozenset(channels_last)
-        self.groups: Mapping[str, ReplicaGroups] = groups or {}
+        self._model, self._user_model = model, user_model
+        self.channels_last, self.groups = channels_last, groups
         self._first_replica = first_replica
-        self._user_model = model if user_model is None else user_model
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._weights = {
                 name: _device_copy(self.groups[name].to_device(tensor) if name in self.groups else tensor)
@@ -82,8 +85,8 @@ class DeviceMemory:
             }
             for name in channels_last:
                 self._weights[name] = self._weights[name].contiguous(memory_format=torch.channels_last)
-            self._half = {name: weight for name, weight in self._weights.items() if weight.dtype == torch.half}
-            self._copies = {name: weight.float() for name, weight in self._half.items()}
+            half = {name: weight for name, weight in self._weights.items() if weight.dtype == torch.half}
+            self._copies = {name: weight.float() for name, weight in half.items()}
             self.replicas = [self._replica(first_replica + index) for index in range(replicas)]
         self.parameters = {**self.replicas[0].parameters, **self._of_groups(self._weights)}
         of_groups = {name: self.parameters[name] for name in self.groups}
@@ -101,7 +104,7 @@ class DeviceMemory:
     @property
     def half_weights(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
         """The shared weights in half, each with its float32 copy."""
-        return [(weight, self._copies[name]) for name, weight in self._half.items()]
+        return [(self._weights[name], copy) for name, copy in self._copies.items()]
 
     def scratch(self) -> ReplicaMemory:
         """Return another replica with the same weights, on which a forward can be traced without side effects."""

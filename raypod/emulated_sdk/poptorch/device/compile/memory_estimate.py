@@ -190,18 +190,12 @@ def merged(
     placement: Placement, activations: Sequence[StageActivations], stages: Stages
 ) -> Tuple[Placement, Tuple[StageActivations, ...]]:
     """Return a placement with other stages: the IPU of each, and the consecutive present ones of which it consists."""
-    found = [
-        (
-            _merged_placement(index, ipu, [placement.stages[each] for each in parts]),
-            [activations[each] for each in parts],
-        )
+    merged_stages = tuple(
+        _merged_placement(index, ipu, [placement.stages[each] for each in parts])
         for index, (ipu, parts) in enumerate(stages)
-    ]
-    merged_stages = tuple(stage for stage, _ in found)
-    return (
-        dataclasses.replace(placement, stages=merged_stages),
-        tuple(_merged_activations(parts) for _, parts in found),
     )
+    merged_activations = tuple(_merged_activations([activations[each] for each in parts]) for _, parts in stages)
+    return dataclasses.replace(placement, stages=merged_stages), merged_activations
 
 
 def _merged_placement(index: int, ipu: int, parts: Sequence[StagePlacement]) -> StagePlacement:

@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
-from _pod.activation import FOLDER, is_strict
+from _pod.activation import is_strict
 from torch.overrides import TorchFunctionMode
 
 from poptorch import findings
@@ -23,12 +23,11 @@ from poptorch.findings import reject
 from poptorch.parallel.supported_operators import base_name, is_supported
 from poptorch.parallel.tracing import StageRecorder, tensors_in
 
-_PACKAGE = f"{FOLDER}/poptorch/"
+_PACKAGE = f"{findings.SDK_FOLDER}poptorch/"
 _OWN_OPS = f"{_PACKAGE}ops/"
 _COMPILATION = str(Path(__file__).resolve().with_name("compilation.py"))
-_TORCH = f"{Path(torch.__file__).resolve().parent}/"
-_AUTOGRAD = (f"{_TORCH}autograd/__init__.py", f"{_TORCH}autograd/graph.py")
-_DISTRIBUTIONS = f"{_TORCH}distributions/"  # validates its arguments, which PopTorch disables
+_AUTOGRAD = (f"{findings.TORCH_FOLDER}autograd/__init__.py", f"{findings.TORCH_FOLDER}autograd/graph.py")
+_DISTRIBUTIONS = f"{findings.TORCH_FOLDER}distributions/"  # validates its arguments, which PopTorch disables
 
 # What PopTorch lowers as a whole, and a CPU computes by operators that PopTorch does not have.
 _WHOLE = (
@@ -135,9 +134,10 @@ class OperatorCheck:
         if name == "aten::_local_scalar_dense":
             self._reject(_VALUE.format("aten::item"))
             return
-        limit = kernel_limit(base_name(name), args)
-        if limit is not None:
-            self._reject(limit)
+        limit = _KERNELS.get(base_name(name))
+        reason = None if limit is None else limit(args)
+        if reason is not None:
+            self._reject(reason)
         elif not is_supported(name):
             self._add(self._unsupported, base_name(name))
 
@@ -272,7 +272,7 @@ def _line_of_program() -> Optional[str]:
         file = frame.f_code.co_filename
         if file.startswith((_OWN_OPS, _DISTRIBUTIONS, *_AUTOGRAD)):
             return None
-        if not file.startswith((_PACKAGE, _TORCH, "<")):
+        if not file.startswith((_PACKAGE, findings.TORCH_FOLDER, "<")):
             return f", {Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -289,12 +289,6 @@ _NONZERO = (
     "Operations using aten::nonzero are unsupported because the output shape is determined by the tensor values. The "
     "IPU cannot support dynamic output shapes"
 )
-
-
-def kernel_limit(operator: str, args: Arguments) -> Optional[str]:
-    """Return why PopTorch rejects a call of an operator ("aten::name") with these arguments; None if it does not."""
-    limit = _KERNELS.get(operator)
-    return None if limit is None else limit(args)
 
 
 def function_limit(function: Any, args: Arguments, kwargs: Dict[str, Any]) -> Optional[str]:
@@ -372,6 +366,7 @@ def _triangle(name: str) -> _Limit:
 
 _SMOOTHING = (("reduction", 6, "mean"), ("label_smoothing", 7, 0.0))  # name, position and default
 _RECURRENT = {torch.lstm: "LSTM", torch.gru: "GRU", torch.rnn_tanh: "RNN", torch.rnn_relu: "RNN"}
+# For an operator: why PopTorch rejects a call with these arguments; None if it does not.
 _KERNELS: Dict[str, _Limit] = {
     "aten::nonzero": lambda args: _NONZERO,
     "aten::index": _boolean_index,

@@ -121,7 +121,6 @@ class TrainingTransaction(CallTransaction):
         self._loss_scale_factor: Optional[float] = None
 
     def begin(self) -> None:
-        """Save what the call changes."""
         super().begin()
         if self._saves_weights:
             with torch.no_grad():
@@ -130,7 +129,6 @@ class TrainingTransaction(CallTransaction):
             self._loss_scale_factor = self._optimizer.loss_scale_update_factor
 
     def roll_back(self) -> None:
-        """Restore the state before the call."""
         super().roll_back()
         if self._saves_weights:
             with torch.no_grad():
@@ -146,7 +144,6 @@ class TrainingTransaction(CallTransaction):
         super().commit()
 
     def buffers_uploaded(self) -> None:
-        """Take over buffers that were copied from the host."""
         self._buffers.take_local()
 
     def _save_buffers(self) -> None:

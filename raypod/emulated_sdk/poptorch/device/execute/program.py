@@ -96,15 +96,15 @@ class Program:
         model: torch.nn.Module,
         options: Options,
         arguments: Arguments,
-        user_model: Optional[torch.nn.Module] = None,
-        groupings: Optional[Groupings] = None,
+        user_model: torch.nn.Module,
+        groupings: Groupings,
     ) -> None:
         check_output_period(options.output_mode, options.output_return_period, options.device_iterations)
         self.arguments = arguments
         self.layout = BatchLayout.of(options)
         check_number(self.layout.replicas)  # before the replicas are created
         placement = placement_of(options)
-        groups = groups_of(groupings or {}, dict(model.named_parameters()), placement.total_replicas)
+        groups = groups_of(groupings, dict(model.named_parameters()), placement.total_replicas)
         self._options = options
         self._update = NoUpdate()
         compiler = options._Popart.options
@@ -243,7 +243,7 @@ class Program:
         self._threads.close()
 
     def _compiled(
-        self, model: torch.nn.Module, user_model: Optional[torch.nn.Module], groups: Mapping[str, ReplicaGroups]
+        self, model: torch.nn.Module, user_model: torch.nn.Module, groups: Mapping[str, ReplicaGroups]
     ) -> Tuple[DeviceMemory, Trace]:
         """Return the memory and the trace of a model, in the memory format of `memory_format`."""
         options, first = self._options, placement_of(self._options).first_replica
@@ -309,8 +309,8 @@ class TrainingProgram(Program):
         options: Options,
         arguments: Arguments,
         optimizer: torch.optim.Optimizer,
-        user_model: Optional[torch.nn.Module] = None,
-        groupings: Optional[Groupings] = None,
+        user_model: torch.nn.Module,
+        groupings: Groupings,
     ) -> None:
         super().__init__(model, options, arguments, user_model, groupings)
         self._host = model

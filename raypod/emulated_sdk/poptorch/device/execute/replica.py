@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Callable, ContextManager, DefaultDict, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, ContextManager, DefaultDict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from _pod import telemetry
@@ -80,16 +80,11 @@ class Replica:
         self._index = index
         self._traced = traced
         originals = memory.originals if traced.uses_originals else None
-        self._mode = None
-        if not traced.is_plain:
-            self._mode = DeviceMode(originals=originals)
+        self._mode = None if traced.is_plain else DeviceMode(originals=originals)
         self._half_mode = HalfMode(is_stochastic) if traced.has_half else None
         self._objects = ReplicaObjects(memory.module, traced.changes)
         self.save_constants()
-        groups: List[Dict[str, Any]] = [memory.parameters, memory.buffers, memory.constants]
-        self._memory_addresses = frozenset(
-            tensor.untyped_storage().data_ptr() for group in groups for tensor in group.values()
-        )
+        self._memory_addresses = frozenset(tensor.untyped_storage().data_ptr() for tensor in memory.tensors.values())
 
     def forward(self, inputs: List[torch.Tensor]) -> Forward:
         """Run the module on one micro-batch, given as views into the combined batch."""
@@ -180,7 +175,7 @@ class ReplicaThreads:
         cpus = _replica_cpus()[:replicas]
         in_pool = replicas if at_once else 1
         pools = [(sorted(each), in_pool) for each in cpus] or [([], min(replicas, max(in_pool, _at_a_time())))]
-        is_one_at_a_time = pools in ([([], 1)], [(sorted(_usable_cpus()), 1)])
+        is_one_at_a_time = pools in ([([], 1)], [(sorted(os.sched_getaffinity(0)), 1)])
         if replicas == 1 or is_one_at_a_time:
             return
         for each, workers in pools:
@@ -302,14 +297,10 @@ def _at_a_time() -> int:
     """Return how many replicas compute at the same time: by default as many as there are usable cores."""
     text = os.environ.get(REPLICAS_AT_A_TIME)
     if text is None:
-        return len(_usable_cpus())
+        return len(os.sched_getaffinity(0))
     if not text.isdigit() or int(text) < 1:
         raise Error(f"{REPLICAS_AT_A_TIME}={text}: must be a whole number, 1 or more")
     return int(text)
-
-
-def _usable_cpus() -> Set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _replica_cpus() -> List[List[int]]:

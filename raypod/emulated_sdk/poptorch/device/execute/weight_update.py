@@ -31,12 +31,7 @@ from poptorch.options import Options
 
 
 class NoUpdate:
-    """The update of an inference program, whose weights do not change: does nothing.
-
-    `loss_terms` is the divisor of a loss before its gradients are computed.
-    """
-
-    loss_terms = 1
+    """The update of an inference program, whose weights do not change: does nothing."""
 
     @property
     def scales(self) -> Scales:
@@ -86,7 +81,7 @@ class WeightUpdate(NoUpdate):
         placement = placement_of(options)
         self._half_weights = HalfWeights(memory.half_weights, options, count_micro_batches)
         self._accumulators = _half_accumulators(memory, optimizer.hyperparameters, options)
-        self.loss_terms, self._gradient_terms = _terms(options, placement, self._accumulators, has_half)
+        self._loss_terms, self._gradient_terms = _terms(options, placement, self._accumulators, has_half)
         names = [name for name, parameter in optimizer.parameters.items() if parameter.requires_grad]
         self._names = names
         self._first_replica = placement.first_replica
@@ -114,8 +109,7 @@ class WeightUpdate(NoUpdate):
 
     @property
     def scales(self) -> Scales:
-        """The scaling of the loss, and of anchored gradients."""
-        return Scales(self.optimizer.loss_scaling, self.loss_terms)
+        return Scales(self.optimizer.loss_scaling, self._loss_terms)
 
     def backward(self, replica: int, loss: Optional[torch.Tensor]) -> None:
         """Accumulate the gradients of one micro-batch's final loss."""
@@ -123,7 +117,7 @@ class WeightUpdate(NoUpdate):
             raise Error("Couldn't find a loss in graph! forward marked one when it was compiled, but not in this call")
         if not loss.requires_grad:
             return
-        scaling = self.optimizer.loss_scaling / self.loss_terms
+        scaling = self.optimizer.loss_scaling / self._loss_terms
         with self._accumulators[replica] if self._accumulators else contextlib.nullcontext(), Accumulating():
             # Not as the gradient of `backward`: to check that, torch imports sympy, half a second in each process.
             torch.autograd.backward(loss if scaling == 1.0 else loss * torch.full_like(loss, scaling))

@@ -10,6 +10,7 @@ needs no CPU kernels for half, which it lacks or which are slow.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import struct
 import threading
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from poptorch.device_mode import is_in_host_layer
 from poptorch.options import Options
+from poptorch.parallel.tracing import tensors_in
 
 # torch's CPU generator belongs to the process, so forwards that draw numbers run one after the other. A layer on the
 # host, within such a forward, may call another model.
@@ -39,25 +41,11 @@ def device_random(seed: int, replica: int, micro_batch: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def detect_random() -> Iterator[DrawDetector]:
-    """Context that detects whether numbers are drawn. The host's generator is restored afterwards."""
+def detect_random() -> Iterator[Callable[[], bool]]:
+    """Context of a function: were numbers drawn since it began? The host's generator is restored afterwards."""
     with device_random(0, 0, 0):
-        detector = DrawDetector()
-        yield detector
-        detector.has_drawn = detector.has_drawn_so_far()
-
-
-class DrawDetector:
-    """The result of `detect_random`: `has_drawn` is set when its context ends."""
-
-    has_drawn = False
-
-    def __init__(self) -> None:
-        self._before = torch.get_rng_state()
-
-    def has_drawn_so_far(self) -> bool:
-        """Return whether numbers were drawn since the context began."""
-        return not torch.equal(self._before, torch.get_rng_state())
+        before = torch.get_rng_state()
+        yield lambda: not torch.equal(before, torch.get_rng_state())
 
 
 class DrawKernelDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -232,7 +220,7 @@ class _Operator:
         )
 
 
-_operators: Dict[Any, _Operator] = {}
+_operator = functools.lru_cache(maxsize=None)(_Operator)
 
 
 class HalfMode(TorchDispatchMode):
@@ -266,14 +254,12 @@ class HalfMode(TorchDispatchMode):
         self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
     ) -> Any:
         kwargs = kwargs or {}
-        operands = tuple(_floating_point((args, tuple(kwargs.values()))))
+        operands = [operand for operand in tensors_in((args, kwargs)) if operand.dtype.is_floating_point]
         dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
         if torch.half not in dtypes and all(operand.dtype is not torch.half for operand in operands):
             return func(*args, **kwargs)
         self.has_half = True
-        operator = _operators.get(func)
-        if operator is None:
-            operator = _operators[func] = _Operator(func)
+        operator = _operator(func)
         if operator.is_exact:
             return func(*self._rounded_source(func, args, kwargs), **kwargs)
         replaced: _Replaced = {}
@@ -331,16 +317,7 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
     return torch.where(values.isnan(), values, rounded) if values.sum().isnan() else rounded
 
 
-def _floating_point(value: Any) -> Iterator[torch.Tensor]:
-    for item in value:
-        if isinstance(item, torch.Tensor):
-            if item.dtype.is_floating_point:
-                yield item
-        elif isinstance(item, (list, tuple)):
-            yield from _floating_point(item)
-
-
-def _give_half(operands: Tuple[torch.Tensor, ...], is_like_first: bool) -> bool:
+def _give_half(operands: List[torch.Tensor], is_like_first: bool) -> bool:
     if is_like_first:
         return operands[0].dtype is torch.half
     deciding = [operand for operand in operands if operand.dim()] or operands
