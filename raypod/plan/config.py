@@ -477,7 +477,7 @@ class Config(pydantic.BaseModel):
         return None if self.decoder is None else self.data.image_size or IMAGE_SIDE
 
     def to_yaml(self) -> str:
-        """Return the YAML text from which `load_yaml` restores an equal object."""
+        """Return the YAML text from which `resolve` restores an equal object."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
 

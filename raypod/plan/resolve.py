@@ -216,11 +216,6 @@ def _full_name(key: str) -> Optional[str]:
     return next((f"{section}.{name}" for section, name, _ in fields() if name == key), None)
 
 
-def load_yaml(path: Path, schema: Schema = NO_SCHEMA) -> Config:
-    """Return the Config of a YAML file alone."""
-    return from_values(read_yaml(path), source=str(path), schema=schema)
-
-
 def from_values(
     values: Mapping[str, Mapping[str, Any]],
     source: str = "config",
