@@ -56,26 +56,21 @@ if TYPE_CHECKING:
     from raypod.training.tasks.task import Task as Task
 
 _MODULES = {  # of the names that are imported when they are used
-    "STOP": "raypod.api.fit",
-    "fit": "raypod.api.fit",
-    "stream": "raypod.api.fit",
-    "Stream": "raypod.api.fit",
-    "log_image": "raypod.api.media",
-    "log_text": "raypod.api.media",
-    "run": "raypod.api.functions",
-    "Trainable": "raypod.api.ray_tune",  # not in __all__: it needs an optional package
-    "Interrupted": "raypod.api.result",
-    "Result": "raypod.api.result",
-    "Arrays": "raypod.training.data.samples",
-    "pad_collate": "raypod.training.data.samples",
-    "from_hf": "raypod.training.data.tables",
-    "from_parquet": "raypod.training.data.tables",
-    "from_ray_data": "raypod.training.data.tables",
-    "Config": "raypod.plan.config",
-    "TaskOptions": "raypod.plan.config",
-    "Metric": "raypod.plan.metric",
-    "classification_details": "raypod.training.tasks.classification",
-    "Task": "raypod.training.tasks.task",
+    name: f"raypod.{module}"
+    for module, names in {
+        "api.fit": ("STOP", "fit", "stream", "Stream"),
+        "api.media": ("log_image", "log_text"),
+        "api.functions": ("run",),
+        "api.ray_tune": ("Trainable",),  # not in __all__: it needs an optional package
+        "api.result": ("Interrupted", "Result"),
+        "training.data.samples": ("Arrays", "pad_collate"),
+        "training.data.tables": ("from_hf", "from_parquet", "from_ray_data"),
+        "plan.config": ("Config", "TaskOptions"),
+        "plan.metric": ("Metric",),
+        "training.tasks.classification": ("classification_details",),
+        "training.tasks.task": ("Task",),
+    }.items()
+    for name in names
 }
 
 former_names.accept()

@@ -33,7 +33,7 @@ from raypod.runtime.launcher.output import Console, Output
 from raypod.runtime.launcher.programs import Programs, partition
 from raypod.runtime.launcher.ray_hosts import RayHosts
 from raypod.runtime.launcher.supervision import Signals, StdinForwarder, Supervision
-from raypod.system.command_line import CLOSED_PIPE, check_utf8, discard, report_errors, show
+from raypod.system.command_line import CLOSED_PIPE, check_utf8, current_folder, discard, report_errors, show
 from raypod.system.files import create_folder, create_numbered_folder
 from raypod.system.redaction import Redaction
 from raypod.system.sdk import Sdk, sdk_for_programs, without_horovod
@@ -87,7 +87,7 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
     missing = arguments.missing(caller)
     if missing:
         _say(f"-x {', '.join(missing)}: not set here, so the programs do not get it")
-    folder = _working_folder()
+    folder = current_folder()
     check_utf8({"--run-dir": request.run_dir})
     programs = Programs(request, placement, arguments, caller, folder, sdk_path, os.isatty(2))
     return _run(programs, sdk, signals)
@@ -238,13 +238,6 @@ def _default_folder(request: Request) -> str:
     scripts = [word for word in request.program[:4] if word.endswith((".py", ".sh"))]
     name = re.sub(r"[^\w.-]+", "-", Path((scripts or request.program)[0]).stem) or "program"
     return f"runs/{time.strftime('%Y%m%d-%H%M%S')}-launch-{name}"
-
-
-def _working_folder() -> str:
-    try:
-        return str(Path.cwd())
-    except FileNotFoundError:
-        raise ConfigError("the current folder does not exist any more; change to another one") from None
 
 
 def _log_start(programs: Programs, sdk: Sdk, hosts: RayHosts, folder: str) -> None:

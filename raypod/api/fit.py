@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -170,9 +169,7 @@ class Stream(Iterator[Event]):
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(
-        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> Generator[Event, None, None]:

@@ -6,7 +6,6 @@ import codecs
 import inspect
 import os
 import sys
-from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from raypod.api.fit import PathLike, process_kept
@@ -16,7 +15,7 @@ from raypod.plan.placement import Placement, Sizes, place
 from raypod.runtime.worker.function_process import STDOUT, Setup, pack
 from raypod.runtime.workers.ray_functions import RayFunctions
 from raypod.system import sdk
-from raypod.system.command_line import nearest, show
+from raypod.system.command_line import current_folder, nearest, say
 from raypod.system.sdk import activation
 
 _COLLECTIVES = ("auto", "horovod", "gloo")
@@ -84,12 +83,12 @@ def run(  # noqa: PLR0913 - the arguments are keywords
             raise ConfigError(f"{name} = {seconds!r}: must be greater than 0")
     own = activation.settings(strict=strict)
     variables = {**own, **(environment or {}), **activation.settings(emulated_horovod=collectives == "gloo")}
-    setup = Setup(placement, device, collectives, _working_folder(), tuple(sys.path), variables)
+    setup = Setup(placement, device, collectives, current_folder(), tuple(sys.path), variables)
     lines = _Lines()
     functions = RayFunctions(setup, path, start_timeout_s, lines.add)
     with process_kept():
         try:
-            functions.start(wait_hosts, _log)
+            functions.start(wait_hosts, say)
             return functions.call(pickled, timeout_s)
         finally:
             lines.close()
@@ -131,17 +130,6 @@ def _placement(
     default = 0 if found.has_ipus else 1  # emulated results depend on the number of threads
     counts = Sizes(sizes["replicas"] or instances, instances, sizes["ipus"] or 1)
     return place(hosts, counts, default if threads is None else threads), path
-
-
-def _working_folder() -> str:
-    try:
-        return str(Path.cwd())
-    except FileNotFoundError:
-        raise ConfigError("the current folder does not exist any more; change to another one") from None
-
-
-def _log(text: str) -> None:
-    show(f"raypod: {text}", sys.stderr)
 
 
 class _Lines:

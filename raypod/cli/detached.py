@@ -22,8 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Optional, Sequence, Tuple, Type
+from typing import BinaryIO, Optional, Sequence, Tuple
 
 from tqdm import tqdm
 from typing_extensions import Protocol
@@ -432,9 +431,7 @@ class RayJob:
     def __enter__(self) -> RayJob:
         return self
 
-    def __exit__(
-        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], _: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._connection is not None:
             self._stop()
 

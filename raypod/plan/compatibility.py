@@ -275,6 +275,9 @@ def check_metrics(config: Config, names: Sequence[str], test_samples: int) -> No
 
 # The keys of data in shards, which replace the data sets of a task of the user.
 SHARD_KEYS = ("data.data_dir", "data.cache_dir", "data.cache_size", "data.shuffle_window")
+_OF_GROUP_NORM = ("training.norm_num_groups", "training.norm_eps")
+_OF_EFFICIENTNETS = ("training.efficientnet_expand_ratio", "training.efficientnet_group_dim")
+_OF_TRANSFORMERS = ("training.vit_dropout", "training.vit_attention_dropout", "training.vit_representation_size")
 # The keys that only the tasks of images have, besides the model of those of transformers.
 IMAGE_KEYS = (
     *("data.dataset", "data.download", "data.samples", "data.image", "data.classes"),
@@ -291,9 +294,7 @@ IMAGE_KEYS = (
         "training.norm",
         "training.label_smoothing",
     ),
-    *("training.norm_num_groups", "training.norm_eps", "training.zero_init_residual"),
-    *("training.efficientnet_expand_ratio", "training.efficientnet_group_dim"),
-    *("training.vit_dropout", "training.vit_attention_dropout", "training.vit_representation_size"),
+    *(*_OF_GROUP_NORM, "training.zero_init_residual", *_OF_EFFICIENTNETS, *_OF_TRANSFORMERS),
 )
 # The optimizers that have each key of the section `training`.
 OF_OPTIMIZERS: Dict[str, Tuple[str, ...]] = {
@@ -311,38 +312,24 @@ OF_OPTIMIZERS: Dict[str, Tuple[str, ...]] = {
 _GIVEN = None  # any value but null, false and 0
 # Of keys that need certain values of another one: that one, and the values.
 _NEEDS: Dict[str, Tuple[str, Optional[Tuple[Any, ...]]]] = {
-    "data.samples": ("data.dataset", ("synthetic",)),
-    "data.image": ("data.dataset", ("synthetic",)),
-    "data.classes": ("data.dataset", ("synthetic",)),
+    **dict.fromkeys(("data.samples", "data.image", "data.classes"), ("data.dataset", ("synthetic",))),
     "data.download": ("data.dataset", DOWNLOADED),
-    "data.jpeg_decoder": ("data.dataset", IMAGE_FOLDERS),
-    "data.cache_size": ("data.dataset", (*IMAGE_FOLDERS, SHARDS)),
-    "data.shuffle_window": ("data.dataset", (*IMAGE_FOLDERS, SHARDS)),
-    "data.bounding_boxes": ("data.dataset", IMAGE_FOLDERS),
-    "data.policy": ("data.dataset", IMAGE_FOLDERS),
-    "data.rand_augment_ops": ("data.policy", ("rand-augment",)),
-    "data.rand_augment_magnitude": ("data.policy", ("rand-augment",)),
-    "data.random_erasing": ("data.dataset", IMAGE_FOLDERS),
+    **{f"data.{key}": ("data.dataset", IMAGE_FOLDERS) for key in OF_IMAGE_FOLDERS},
+    **{f"data.{key}": ("data.dataset", (*IMAGE_FOLDERS, SHARDS)) for key in OF_SHARDS},
+    **dict.fromkeys(("data.rand_augment_ops", "data.rand_augment_magnitude"), ("data.policy", ("rand-augment",))),
     "data.cutmix_disable_prob": ("data.cutmix_lambda_high", _GIVEN),
-    "data.crop_padding": ("data.augment", (True,)),
-    "data.flip": ("data.augment", (True,)),
+    **dict.fromkeys(("data.crop_padding", "data.flip"), ("data.augment", (True,))),
     "training.ema_every": ("training.ema", _GIVEN),
     "training.init_ignore": ("training.init_weights", _GIVEN),
     "training.early_stopping_metric": ("training.early_stopping", _GIVEN),
     "pod.min_hosts": ("pod.elastic", _GIVEN),
-    "run.storage_timeout_s": ("run.storage_path", _GIVEN),
-    "run.keep_remote": ("run.storage_path", _GIVEN),
+    **dict.fromkeys(("run.storage_timeout_s", "run.keep_remote"), ("run.storage_path", _GIVEN)),
     "run.reset_timeout_s": ("run.reset_command", _GIVEN),
-    "run.tracker_artifacts": ("run.trackers", _GIVEN),
-    "run.tracker_timeout_s": ("run.trackers", _GIVEN),
-    "training.norm_num_groups": ("training.norm", ("group",)),
-    "training.norm_eps": ("training.norm", ("group",)),
+    **dict.fromkeys(("run.tracker_artifacts", "run.tracker_timeout_s"), ("run.trackers", _GIVEN)),
+    **dict.fromkeys(_OF_GROUP_NORM, ("training.norm", ("group",))),
     "training.zero_init_residual": ("training.model", TORCHVISION_RESNETS),
-    "training.efficientnet_expand_ratio": ("training.model", EFFICIENTNETS),
-    "training.efficientnet_group_dim": ("training.model", EFFICIENTNETS),
-    "training.vit_dropout": ("training.model", VISION_TRANSFORMERS),
-    "training.vit_attention_dropout": ("training.model", VISION_TRANSFORMERS),
-    "training.vit_representation_size": ("training.model", VISION_TRANSFORMERS),
+    **dict.fromkeys(_OF_EFFICIENTNETS, ("training.model", EFFICIENTNETS)),
+    **dict.fromkeys(_OF_TRANSFORMERS, ("training.model", VISION_TRANSFORMERS)),
     "training.lr_floor": ("training.lr_schedule", ("linear", "cosine", "polynomial")),
     "training.lr_power": ("training.lr_schedule", ("polynomial",)),
     "training.lr_steps": ("training.lr_schedule", ("step",)),

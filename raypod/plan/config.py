@@ -15,8 +15,19 @@ from pydantic.fields import FieldInfo
 from typing_extensions import Literal
 
 from raypod.plan.sections import IpuSection, PodSection, RunSection, Section
-from raypod.plan.values import Betas, Counts, Epochs, ImageShape, Names, Samples, Splits, parse_evaluations, parse_size
-from raypod.system.urls import check_url, is_url
+from raypod.plan.values import (
+    Betas,
+    Counts,
+    DataPath,
+    Epochs,
+    Evaluations,
+    ImageShape,
+    Names,
+    Samples,
+    Size,
+    Splits,
+)
+from raypod.system.urls import is_url
 
 MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
@@ -79,7 +90,7 @@ class DataSection(Section):
         description="digits, synthetic, cifar10, cifar100, imagefolder, imagenet, shards, or module:function, as in "
         "mine:load with def load(data_dir): return train, test, classes",
     )
-    data_dir: Optional[str] = Field(
+    data_dir: DataPath = Field(
         None,
         description="folder of the data set's files, or the URL of what raypod pack has written, as in "
         "s3://bucket/prefix, which replaces the data sets of a task; passed to module:function",
@@ -90,7 +101,7 @@ class DataSection(Section):
         description="folder of decoded data (default: in the data folder), and of downloaded shards (default: "
         "~/.cache/raypod)",
     )
-    cache_size: str = Field("50GB", description="most that the shards of a URL may occupy on a host, as 50GB")
+    cache_size: Size = Field("50GB", description="most that the shards of a URL may occupy on a host, as 50GB")
     shuffle_window: Optional[int] = Field(
         None,
         ge=1,
@@ -164,17 +175,6 @@ class DataSection(Section):
             return values
         is_stream = is_url(str(values.get("data_dir") or "")) and values.get("shuffle_window") is None
         return {**values, "shuffle_window": STREAM_WINDOW} if is_stream else values
-
-    @pydantic.field_validator("data_dir")
-    @classmethod
-    def _is_a_place(cls, value: Optional[str]) -> Optional[str]:
-        return check_url(value, "--data-dir") if value is not None and is_url(value) else value
-
-    @pydantic.field_validator("cache_size")
-    @classmethod
-    def _is_a_size(cls, value: str) -> str:
-        parse_size(value)
-        return value
 
     @property
     def has_cutmix(self) -> bool:
@@ -368,7 +368,7 @@ class TrainingSection(Section):
     evaluate_every: Optional[int] = Field(
         None, ge=1, description="epochs between evaluations; the last update is always evaluated"
     )
-    early_stopping: Optional[str] = Field(
+    early_stopping: Evaluations = Field(
         None, description="end the run after so many evaluations in a row without improvement, as in 5 evaluations"
     )
     early_stopping_metric: Optional[str] = Field(
@@ -422,13 +422,6 @@ class TrainingSection(Section):
         """Return the values without warm-up for a custom schedule or a range test, unless they contain one."""
         schedule = str(values.get("lr_schedule", "")) if isinstance(values, dict) else ""
         return {"warmup_updates": 0, **values} if ":" in schedule or schedule == RANGE_TEST else values
-
-    @pydantic.field_validator("early_stopping")
-    @classmethod
-    def _is_a_number_of_evaluations(cls, value: Optional[str]) -> Optional[str]:
-        if value is not None:
-            parse_evaluations(value)
-        return value
 
     @pydantic.field_validator("precision", mode="before")
     @classmethod
@@ -484,7 +477,7 @@ class Config(pydantic.BaseModel):
         return None if self.decoder is None else self.data.image_size or IMAGE_SIDE
 
     def to_yaml(self) -> str:
-        """Return the YAML text from which `load_yaml` restores an equal object."""
+        """Return the YAML text from which `resolve` restores an equal object."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
 

@@ -6,7 +6,6 @@ A flag is the key with dashes: `--batch-size` sets `training.batch_size`.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, Union
@@ -31,7 +30,7 @@ from raypod.plan.layout import CHECKPOINTS, CONFIG, SEAL, is_run_folder
 from raypod.plan.learning_rate import DEFAULT_RATES, default_rate, rate_samples
 from raypod.plan.sections import PodSection
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
-from raypod.system.command_line import counted, nearest, show, suggestion, value_of
+from raypod.system.command_line import counted, nearest, say, suggestion, value_of
 from raypod.system.urls import is_url
 
 Values = Dict[str, Dict[str, Any]]  # section -> key -> value as given, not validated
@@ -140,7 +139,7 @@ def combine(
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value
     for line in ipu_options.expand_ipu_config(values):
-        show(f"raypod: {line}", sys.stderr)
+        say(line)
     if source is not config or "data.dataset" in given:  # a data set that replaces another one, replaces its folder
         drop_unread_folder(values, given)
     return values, source if isinstance(source, str) else "the command line" if source is None else "config"
@@ -215,11 +214,6 @@ def _full_name(key: str) -> Optional[str]:
     """Return section.key of a key that was written without its section or as a flag; None for another word."""
     key = key.lstrip("-").replace("-", "_")
     return next((f"{section}.{name}" for section, name, _ in fields() if name == key), None)
-
-
-def load_yaml(path: Path, schema: Schema = NO_SCHEMA) -> Config:
-    """Return the Config of a YAML file alone."""
-    return from_values(read_yaml(path), source=str(path), schema=schema)
 
 
 def from_values(

@@ -16,14 +16,14 @@ from raypod.plan.values import (
     Logged,
     Names,
     Pairs,
+    Period,
     ResumePath,
     Shares,
     StorageUrl,
     TensorKinds,
     Trackers,
+    Unsaved,
     Updates,
-    parse_interval,
-    parse_unsaved,
 )
 
 MAX_TIMEOUT_S = 1e6  # larger values overflow the timers of the operating system
@@ -76,7 +76,7 @@ class RunSection(Section):
     resume_anyway: Optional[str] = Field(
         None, description="comma-separated settings that may differ from those of the checkpoint"
     )
-    checkpoint_every: str = Field("1 epoch", description="interval, as in 100 updates, 2 epochs, 10 minutes")
+    checkpoint_every: Period = Field("1 epoch", description="interval, as in 100 updates, 2 epochs, 10 minutes")
     keep_checkpoints: int = Field(3, ge=1, description="newest checkpoints to keep, besides the best by --best-metric")
     snapshot_every: int = Field(
         0,
@@ -128,7 +128,7 @@ class RunSection(Section):
     )
     tensorboard: bool = Field(False, description="also write TensorBoard event files into the run folder")
     save_timeout_s: float = Field(600, gt=0, le=MAX_TIMEOUT_S, description="timeout for writing a checkpoint")
-    max_unsaved: str = Field(
+    max_unsaved: Unsaved = Field(
         "60 minutes",
         description="checkpoints in a row, or time, that cannot be written before the training stops and waits for "
         "the disk, as in 3 checkpoints, 60 minutes",
@@ -211,18 +211,6 @@ class RunSection(Section):
     def writes_tensorboard(self) -> bool:
         """Whether the run writes TensorBoard event files."""
         return self.tensorboard or "tensorboard" in (self.trackers or ())
-
-    @pydantic.field_validator("checkpoint_every")
-    @classmethod
-    def _is_an_interval(cls, value: str) -> str:
-        parse_interval(value)
-        return value
-
-    @pydantic.field_validator("max_unsaved")
-    @classmethod
-    def _is_a_limit(cls, value: str) -> str:
-        parse_unsaved(value)
-        return value
 
 
 class IpuSection(Section):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import pydantic
 import yaml
@@ -257,18 +257,24 @@ def _check_image(text: str) -> str:
     return text
 
 
-def _check_updates(text: Optional[str]) -> Optional[str]:
-    if text is not None:
-        parse_updates(text)
-    return text
+def _read_by(parse: Callable[[str], Any]) -> pydantic.AfterValidator:
+    """Return the validator of a text that `parse` can read, or of None."""
+
+    def check(text: Optional[str]) -> Optional[str]:
+        if text is not None:
+            parse(text)
+        return text
+
+    return pydantic.AfterValidator(check)
 
 
 def _check_storage(url: Optional[str]) -> Optional[str]:
     return None if url is None else check_url(url, "--storage-path")
 
 
-def _check_resume(where: Optional[str]) -> Optional[str]:
-    return check_url(where, "--resume") if where is not None and is_url(where) else where
+def _place(flag: str) -> pydantic.AfterValidator:
+    """Return the validator of a path or a URL."""
+    return pydantic.AfterValidator(lambda place: check_url(place, flag) if place and is_url(place) else place)
 
 
 Names = Annotated[
@@ -299,9 +305,14 @@ TensorKinds = Annotated[Names, pydantic.AfterValidator(_check_tensor_kinds)]
 ImageShape = Annotated[str, pydantic.AfterValidator(_check_image)]
 Logged = Annotated[Names, pydantic.AfterValidator(_check_logged)]
 Trackers = Annotated[Names, pydantic.AfterValidator(_check_trackers)]
-Updates = Annotated[Optional[str], pydantic.AfterValidator(_check_updates)]
+Updates = Annotated[Optional[str], _read_by(parse_updates)]
+Evaluations = Annotated[Optional[str], _read_by(parse_evaluations)]
+Period = Annotated[str, _read_by(parse_interval)]
+Unsaved = Annotated[str, _read_by(parse_unsaved)]
+Size = Annotated[str, _read_by(parse_size)]
 StorageUrl = Annotated[Optional[str], pydantic.AfterValidator(_check_storage)]
-ResumePath = Annotated[Optional[str], pydantic.AfterValidator(_check_resume)]
+ResumePath = Annotated[Optional[str], _place("--resume")]
+DataPath = Annotated[Optional[str], _place("--data-dir")]
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

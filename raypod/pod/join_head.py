@@ -12,7 +12,7 @@ import io
 import json
 import os
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Optional
 
 import yaml
 
@@ -22,7 +22,7 @@ from raypod.plan.cluster_file import ClusterFile
 from raypod.pod import file_checks
 from raypod.pod.collect_copies import Say
 from raypod.runtime import ssh
-from raypod.system.files import parse_json, replace_file
+from raypod.system.files import read_object, replace_file
 
 _READ_TOKEN = """
 import json, os
@@ -80,9 +80,7 @@ def note_running_head(cluster: Cluster, path: str, folder: Path) -> None:
         "ray-launch-config": util.hash_launch_conf(settings, config["auth"]),
     }
     state = folder / f"cluster-{cluster.name}.state"
-    known: Dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):  # there is none, or it is damaged
-        known = dict(parse_json(state.read_text()))
+    known = read_object(state)
     known[config["provider"]["head_ip"]] = {"tags": tags, "state": "running"}
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     replace_file(state, json.dumps(known).encode())

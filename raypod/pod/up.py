@@ -32,7 +32,7 @@ from raypod.pod import autoscaler_hosts, collect_copies, file_checks, join_head,
 from raypod.runtime import ssh
 from raypod.runtime.workers import ray_admission
 from raypod.runtime.workers.ray_session import private_tmpdir
-from raypod.system.command_line import FlagParser, show
+from raypod.system.command_line import FlagParser, say
 from raypod.system.private import make_private
 
 _STOP_TIMEOUT_S = 60.0
@@ -63,13 +63,13 @@ def _up(args: Namespace) -> int:
     raise_mistakes(args.file, mistakes)
     cluster = cluster_from(file, args.file)
     for warning in file_checks.launch_warnings(file):
-        _say(f"{args.file}, {warning}")
+        say(f"{args.file}, {warning}")
     joins = args.no_restart and stop_runs.is_running(cluster, file)
     if joins:
-        join_head.take_token(cluster, file, _say)
+        join_head.take_token(cluster, file, say)
     _prepare_token(file_checks.token_source(file))
     _check_ssh(cluster)
-    with cluster_lock(cluster, _say):
+    with cluster_lock(cluster, say):
         return _start(args, cluster, file, began_s, joins)
 
 
@@ -77,7 +77,7 @@ def _start(args: Namespace, cluster: Cluster, file: ClusterFile, began_s: float,
     """Start Ray, or only copy the sources, while no other `raypod up` does. It `joins` a running head."""
     _check_folders(cluster, file)
     if not args.no_restart:
-        stop_runs.make_way(cluster, file, args.stop_runs, _say)
+        stop_runs.make_way(cluster, file, args.stop_runs, say)
         if args.stop_runs:  # otherwise the start commands refuse to stop what is left
             _stop_processes(cluster, cluster.hosts[:1])
     flags = ["--no-config-cache", *(["--no-restart"] if args.no_restart else [])]
@@ -92,13 +92,13 @@ def _start(args: Namespace, cluster: Cluster, file: ClusterFile, began_s: float,
     if args.no_restart:  # only now: a new host gets the files that the launcher has copied to the head
         _change_workers(cluster, file, autoscaler_hosts.AGAIN, failed)
         _change_workers(cluster, file, autoscaler_hosts.ADD, workers)
-    started.wait_for_hosts(cluster, file, args.wait_hosts, began_s, _say)
-    _say(f"{cluster.name}: Ray runs on all {len(cluster.hosts)} hosts")
-    started.compare_sources(cluster, file, f"raypod up {args.file}", "compare" if args.no_restart else "record", _say)
-    started.check_python(cluster, file, _say)
+    started.wait_for_hosts(cluster, file, args.wait_hosts, began_s, say)
+    say(f"{cluster.name}: Ray runs on all {len(cluster.hosts)} hosts")
+    started.compare_sources(cluster, file, f"raypod up {args.file}", "compare" if args.no_restart else "record", say)
+    started.check_python(cluster, file, say)
     train = _train_hint(cluster, file, Path(args.file))
-    collect_copies.collect(cluster, train, _say)
-    _say(f"next: raypod doctor --cluster {args.file}; then, {train}")
+    collect_copies.collect(cluster, train, say)
+    say(f"next: raypod doctor --cluster {args.file}; then, {train}")
     return 0
 
 
@@ -132,7 +132,7 @@ def _down(args: Namespace) -> int:
     cluster = cluster_from(file, args.file)
     if not file_checks.is_marked(file):
         mark = f"{stop_cluster.MARK}={cluster.name}"
-        _say(f"{args.file}: the start commands do not export {mark}: workers stop by themselves within a minute")
+        say(f"{args.file}: the start commands do not export {mark}: workers stop by themselves within a minute")
         _run_ray("down", args.file, [], {}, 300.0)
         return 0
     head, workers = cluster.hosts[:1], cluster.hosts[1:]
@@ -148,12 +148,12 @@ def _down(args: Namespace) -> int:
         if not done.succeeded
     ]
     if results.get(head[0].name, {}).get("others"):
-        _say(f"{head[0].name}: another Ray cluster keeps running; `ray down` would have stopped it")
+        say(f"{head[0].name}: another Ray cluster keeps running; `ray down` would have stopped it")
     elif head[0].name in results:
         _run_ray("down", args.file, [], {}, 300.0)  # Ray is stopped; this clears the launcher's state
     if bad:
         raise RunError("\n  ".join([f"{cluster.name} was not stopped on {len(bad)} of {len(stopped)} hosts", *bad]))
-    _say(f"{cluster.name}: stopped on all {len(cluster.hosts)} hosts")
+    say(f"{cluster.name}: stopped on all {len(cluster.hosts)} hosts")
     return 0
 
 
@@ -180,9 +180,9 @@ def _prepare_token(path: Path) -> None:
         raise ClusterError("Ray is not installed here, but its launcher is required: pip install 'raypod[pod]'")
     change = ray_admission.ensure_token(path)  # also for Ray without tokens: file_mounts copies the file
     if not ray_admission.has_tokens(ray):
-        _say(f"{ray_admission.NO_TOKEN.format(ray)}; {ray_admission.NO_TOKEN_REMEDY}")
+        say(f"{ray_admission.NO_TOKEN.format(ray)}; {ray_admission.NO_TOKEN_REMEDY}")
     elif change:
-        _say(change)
+        say(change)
 
 
 def _check_ssh(cluster: Cluster) -> None:
@@ -195,7 +195,7 @@ def _check_ssh(cluster: Cluster) -> None:
     if cluster.hosts[0].name in bad:
         raise ClusterError(f"the head {cluster.hosts[0].name} is unreachable: {bad[cluster.hosts[0].name]}")
     for name, error in bad.items():
-        _say(f"host {name} is unreachable (yet): {error}")
+        say(f"host {name} is unreachable (yet): {error}")
 
 
 def _check_folders(cluster: Cluster, file: ClusterFile) -> None:
@@ -210,7 +210,7 @@ def _run_ray(verb: str, path: str, flags: List[str], variables: Dict[str, str], 
     """Run a command of Ray's launcher; its output goes to a log file, which is kept if the command fails."""
     began = time.monotonic()
     handle, log = tempfile.mkstemp(prefix=f"raypod-ray-{verb}-", suffix=".log")
-    _say(f"ray {verb} {path} (log: {log})")
+    say(f"ray {verb} {path} (log: {log})")
     command = [sys.executable, "-m", "ray.scripts.scripts", verb, "-y", *flags, path]
     own = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1", "RAY_TMPDIR": _temp_folder()}
     # The launcher executes what it finds in ray-config-HASH of TMPDIR, and in its ssh sessions.
@@ -232,7 +232,7 @@ def _run_ray(verb: str, path: str, flags: List[str], variables: Dict[str, str], 
         cause = started.launcher_error(Path(log).read_text(errors="replace"))
         raise RunError(f"ray {verb} {path} failed: {cause}; see {log}")
     Path(log).unlink()
-    _say(f"ray {verb} {path}: done in {time.monotonic() - began:.0f} s")
+    say(f"ray {verb} {path}: done in {time.monotonic() - began:.0f} s")
 
 
 def _path_with_private_ssh() -> str:
@@ -273,10 +273,6 @@ def _change_workers(cluster: Cluster, file: ClusterFile, mode: str, workers: Seq
 def _stop_processes(cluster: Cluster, hosts: Sequence[Host]) -> Dict[str, ssh.Result]:
     words, program = ["python3", "-", cluster.name], Path(stop_cluster.__file__).read_text()
     return ssh.map_hosts(hosts, lambda host: ssh.run_on(host, cluster.ssh, words, program, _STOP_TIMEOUT_S))
-
-
-def _say(text: str) -> None:
-    show(f"raypod: {text}", sys.stderr)
 
 
 _WITHIN_S = 30.0

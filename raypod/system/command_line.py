@@ -114,6 +114,14 @@ def paint(text: str, style: str, stream: Any) -> str:
     return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
 
 
+def current_folder() -> str:
+    """Return the path of the current folder. ConfigError if it was removed."""
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        raise ConfigError("the current folder does not exist any more; change to another one") from None
+
+
 def check_utf8(named: Mapping[str, object]) -> None:
     """Check what Ray gets of a command: texts by name, the current folder, and the words of the command line.
 
@@ -145,6 +153,11 @@ def show(text: str, stream: Optional[TextIO] = None) -> None:
     """
     shown = _CONTROL.sub(lambda found: found.group() if found.group() in _OWN_STYLES else "", as_utf8(text))
     print(shown, file=stream or sys.stdout, flush=True)
+
+
+def say(text: str) -> None:
+    """Print a line of raypod itself to stderr."""
+    show(f"raypod: {text}", sys.stderr)
 
 
 def tell(text: str, stream: Optional[TextIO] = None) -> None:

@@ -19,7 +19,7 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, BinaryIO, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Union
 
 from raypod.errors import WaitTimedOut
 
@@ -78,10 +78,13 @@ def new_file(path: Path) -> Iterator[NewFile]:
 
     def append(data: memoryview) -> None:
         nonlocal written, flushed
-        _write_all(descriptor, data)
+        left = data
+        while len(left):
+            left = left[os.write(descriptor, left) :]
         written += len(data)
-        if written - flushed >= _CHUNK_BYTES:  # the disk writes while the rest of the file is copied to the page cache
-            _start_flush(descriptor, flushed, written - flushed)
+        if _sync_file_range is not None and written - flushed >= _CHUNK_BYTES:
+            # Starts to write, without waiting for the disk, which works while the rest is copied to the page cache.
+            _sync_file_range(descriptor, flushed, written - flushed, _SYNC_FILE_RANGE_WRITE)
             flushed = written
 
     try:
@@ -293,9 +296,14 @@ def file_lock(path: Path, timeout_s: float, setting: str) -> Iterator[None]:
     deadline = time.monotonic() + timeout_s
     check_held(path)
     with path.open("a") as file:
-        while not _try_lock(file.fileno()):
-            if time.monotonic() > deadline:
-                raise WaitTimedOut(f"the lock {path}, which another process holds", timeout_s, setting)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    what = f"the lock {path}, which another process holds"
+                    raise WaitTimedOut(what, timeout_s, setting) from None
             time.sleep(_LOCK_POLL_S)
         yield  # closing the file releases the lock
 
@@ -314,6 +322,15 @@ def parse_json(text: Union[str, bytes]) -> Any:
     return json.loads(text)
 
 
+def read_object(path: Path) -> Dict[str, Any]:
+    """Return the JSON object in a file; {} if the file is missing, damaged or something else."""
+    try:
+        content = parse_json(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def strict_json(content: Any, indent: Optional[int] = None) -> str:
     """Return JSON with NaN and infinity, which JSON does not have, replaced by null."""
     try:
@@ -328,26 +345,6 @@ def _replace_nonfinite(content: Any) -> Any:
     if isinstance(content, (list, tuple)):
         return [_replace_nonfinite(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while len(data):
-        written = os.write(descriptor, data)
-        data = data[written:]
-
-
-def _start_flush(descriptor: int, first: int, count: int) -> None:
-    """Start writing a range of a file [bytes] to disk, without waiting for it. `os.fsync` waits, and reports errors."""
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, first, count, _SYNC_FILE_RANGE_WRITE)
 
 
 def _load_sync_file_range() -> Any:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from types import TracebackType
-from typing import ContextManager, Dict, List, Optional, Sequence, Tuple, Type
+from typing import ContextManager, Dict, List, Sequence, Tuple
 
 from raypod.events import Span
 
@@ -80,9 +79,7 @@ class _Measured(ContextManager[None]):
     def __enter__(self) -> None:
         recorder.begin(id(self), self._name, self._category)
 
-    def __exit__(
-        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         recorder.end(id(self))
 
 

@@ -28,6 +28,11 @@ NAN = float("nan")
 DUPLICATE = "epochs is a duplicate key, first given in line 2"
 
 
+def load_yaml(path: Path) -> config.Config:
+    """Return the config of a YAML file alone."""
+    return resolve.from_values(resolve.read_yaml(path), str(path))
+
+
 def test_an_interval_is_in_updates_epochs_or_minutes() -> None:
     for text, interval, updates, seconds in [
         ("100 updates", Interval(100, "update"), 100, float("inf")),
@@ -111,7 +116,7 @@ def test_flags_override_yaml_and_yaml_overrides_defaults(tmp_path: Path) -> None
     assert (parse("--num-replicas", "8").pod.replicas, parse()) == (8, config.Config())
     found = parse("--num-ipus", "8", "--ipus-per-replica", "2", "--async-dataloader", "training.learning_rate=1e-3")
     (tmp_path / "config.yaml").write_text(found.to_yaml())
-    assert (resolve.load_yaml(tmp_path / "config.yaml"), found.training.learning_rate) == (found, 0.001)
+    assert (load_yaml(tmp_path / "config.yaml"), found.training.learning_rate) == (found, 0.001)
     assert parse("--num-ipus", "16", "--ipus-per-replica", "2").pod.replicas == 8
     for argv, instances in (((), 2), (("--replicas", "3"), 1), (("--fleet", "inline"), 1)):
         assert parse(*argv).pod.num_instances == instances
@@ -119,9 +124,7 @@ def test_flags_override_yaml_and_yaml_overrides_defaults(tmp_path: Path) -> None
     assert parse("--num-instances", "3", "--replicas", "4").pod.replicas == 4  # which the plan rejects
     for text in ("16.16", "16.32", "32.32"):  # which YAML parses as a number
         file.write_text(f"training: {{precision: {text}}}\n")
-        assert (
-            resolve.load_yaml(file).training.precision == parse(f"training.precision={text}").training.precision == text
-        )
+        assert load_yaml(file).training.precision == parse(f"training.precision={text}").training.precision == text
 
 
 def test_a_data_set_replaces_that_of_the_config_or_of_the_resumed_run_and_its_folder(tmp_path: Path) -> None:
@@ -193,7 +196,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=words or r"config\.yaml"):
-        resolve.load_yaml(file)
+        load_yaml(file)
 
 
 def test_a_duplicate_key_with_its_lines_and_too_many_levels_are_errors() -> None:

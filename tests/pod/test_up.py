@@ -26,6 +26,7 @@ from raypod.pod.file_checks import launch_errors as errors
 from raypod.pod.file_checks import launch_warnings as warnings
 from raypod.runtime import ssh
 from raypod.runtime.workers import ray_admission
+from raypod.system.command_line import say
 from raypod.system.private import make_private
 from tests.support import ROOT
 from tests.support.refused import refused
@@ -320,7 +321,7 @@ def test_hosts_that_do_not_join_are_named_with_the_error_of_the_gcs(processes: N
     cluster = Cluster("pod", (Host("h", "127.0.0.1"),), gcs_port=1)  # this machine, where nothing listens
     words = r"pod: 1 of 1 hosts did not join within 0 s \(--wait-hosts\) \(.*127\.0\.0\.1:1.*\)\n  h: "
     with pytest.raises(RunError, match=words):
-        started.wait_for_hosts(cluster, cluster_file.parse("provider: {type: local, head_ip: h}"), 0, 0, up._say)
+        started.wait_for_hosts(cluster, cluster_file.parse("provider: {type: local, head_ip: h}"), 0, 0, say)
 
 
 def answer_missing(monkeypatch: pytest.MonkeyPatch, *answers: List[str]) -> List[str]:
@@ -339,7 +340,7 @@ def answer_missing(monkeypatch: pytest.MonkeyPatch, *answers: List[str]) -> List
 
 def wait_for_hosts(text: str, within_s: float) -> None:
     file = cluster_file.parse(text)
-    started.wait_for_hosts(cluster_from(file, "pod64"), file, within_s, time.monotonic(), up._say)
+    started.wait_for_hosts(cluster_from(file, "pod64"), file, within_s, time.monotonic(), say)
 
 
 def test_only_the_wait_for_missing_hosts_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -404,7 +405,7 @@ def test_a_missing_interpreter_is_a_warning(monkeypatch: pytest.MonkeyPatch, cap
     answers = {"10.0.0.11": ssh.Result(255, "", "lost"), "10.0.0.12": ssh.Result(0, '{"python": {"path": "/p"}}', "")}
     missing = ssh.Result(0, json.dumps(facts), "")
     monkeypatch.setattr(ssh, "run_on", lambda host, *_, **__: answers.get(host.address, missing))
-    started.check_python(cluster_from(file, "pod64"), file, up._say)
+    started.check_python(cluster_from(file, "pod64"), file, say)
     assert capsys.readouterr().err == (
         "raypod: warning: 10.0.0.11: whether python4 exists was not checked: lost\n"
         "raypod: warning: 10.0.0.13, 10.0.0.14: python4 does not exist; correct metadata.raypod.python in line "

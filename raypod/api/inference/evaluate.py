@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
@@ -21,7 +20,7 @@ from raypod.runtime.coordinator.evaluated import Evaluated, evaluate_now
 from raypod.runtime.coordinator.same_data import check_same_data
 from raypod.runtime.coordinator.stop import Stop, stop_on_signal
 from raypod.runtime.workers.choice import fleet_for
-from raypod.system.command_line import show
+from raypod.system.command_line import say
 
 
 def evaluate(
@@ -85,7 +84,7 @@ def measure(plan: Plan, several: Sequence[Weights]) -> Tuple[List[Evaluated], st
         UserError: weights are not those of the plan's model, or the pod cannot be used.
         RunError: an instance fails; the message names its log.
     """
-    with _temporary(plan) as plan, stop_on_signal(Stop()), contextlib.closing(fleet_for(plan, _to_stderr)) as fleet:
+    with _temporary(plan) as plan, stop_on_signal(Stop()), contextlib.closing(fleet_for(plan, say)) as fleet:
         started = fleet.start()
         check_same_data(plan, started)
         results = []
@@ -113,8 +112,3 @@ def _packed(weights: Weights) -> np.ndarray:
     from raypod.training.checkpoint import tensors  # help works without torch
 
     return np.concatenate(tensors.pack_flat(dict(weights.tensors)))
-
-
-def _to_stderr(line: str) -> None:
-    """Print a line about a wait for hosts; the standard output has the result only."""
-    show(f"raypod: {line}", sys.stderr)

@@ -21,8 +21,8 @@ from typing import Any, Dict, List, NamedTuple, Optional, OrderedDict, Tuple
 from raypod.errors import ConfigError, as_utf8
 from raypod.observe.report import page
 from raypod.observe.report.run_data import RunReader
-from raypod.observe.status.endpoint import Cached
-from raypod.observe.status.token_server import HTML, Query, Response, Route, TokenServer, json_response, not_found
+from raypod.observe.status.endpoint import cached_route
+from raypod.observe.status.token_server import HTML, Query, Response, Route, TokenServer, error_response, json_response
 from raypod.plan import layout
 from raypod.plan.layout import is_run_folder
 from raypod.runs import run_state
@@ -221,18 +221,14 @@ def run(args: Namespace) -> int:
 def routes(runs: RunsFolder) -> Dict[str, Route]:
     """Return the routes: the page, the list of runs as JSON, and the data of one run as JSON."""
     content = Response(as_utf8(render(str(runs.folder))).encode(), HTML)
-    listed = Cached(lambda: json_response({"folder": str(runs.folder), "runs": runs.list()}))
-
-    def serve_list(query: Query) -> Response:
-        response: Response = listed()
-        return response
+    serve_list = cached_route(lambda: json_response({"folder": str(runs.folder), "runs": runs.list()}), share=1.0)
 
     def serve_run(query: Query) -> Response:
         name, rows = query.get("name", ""), query.get("rows", "")
         max_rows = min(max(int(rows), _LEAST_ROWS), _MOST_ROWS) if rows.isdecimal() else _MOST_ROWS
         found = runs.data(name, max_rows, query.get("version", ""))
         if found is None:
-            return not_found(f"the run {name!r}")
+            return error_response(404, f"the run {name!r} does not exist")
         return json_response({"name": name, "version": found.word, "run": found.data})
 
     return {"/": lambda query: content, "/runs": serve_list, "/run": serve_run}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import FrozenSet, List, Optional, Sequence
 
 from raypod.errors import ConfigError
-from raypod.observe.logs.remote import read_plan
 from raypod.observe.logs.sources import Selection, logs_in, parse_since
 from raypod.observe.logs.stream import Logs
 from raypod.plan import layout
@@ -15,6 +14,7 @@ from raypod.plan.cluster import read_cluster
 from raypod.runs import event_text
 from raypod.runtime import ssh
 from raypod.system.command_line import FlagParser, without_flags
+from raypod.system.files import read_object
 from raypod.system.urls import check_local
 
 
@@ -98,7 +98,7 @@ def _instances(folder: Path, texts: Sequence[str]) -> Optional[FrozenSet[int]]:
     if not texts:
         return None
     named = {index for text in texts for part in text.split(",") for index in _range(text, part.strip())}
-    planned = read_plan(folder).get("instances")
+    planned = read_object(folder / layout.PLAN).get("instances")
     if planned:
         known = set(range(len(planned)))
     else:

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
 from raypod.observe.logs.sources import Selection
-from raypod.plan import layout
 from raypod.plan.cluster import Cluster, Host, Ssh
 from raypod.plan.cluster_file import is_host, is_user
 from raypod.plan.layout import LAUNCH
 from raypod.runtime import ssh
-from raypod.system.files import parse_json
+from raypod.system.files import read_object
 from raypod.system.log_files import offset_at, read_marks, times_file
 
 
@@ -37,21 +36,9 @@ class Process(NamedTuple):
     pid: int
 
 
-def read_plan(folder: Path) -> Dict[str, Any]:
-    """Return the content of `plan.json`; {} if there is none."""
-    try:
-        content = parse_json((folder / layout.PLAN).read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def launch_hosts(folder: Path) -> List[str]:
     """Return the host of each instance of a launch; [] for a training."""
-    try:
-        names = parse_json((folder / LAUNCH).read_text())["hosts"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    names = read_object(folder / LAUNCH).get("hosts")
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
@@ -246,12 +233,6 @@ class HostLogs:
                     found[int(words[1])] = words[2:]
         self.problem = "" if is_complete else result.error or "its shell did not run the command"
         return found if is_complete else None
-
-
-def wait_synced(hosts: List[HostLogs]) -> None:
-    """Wait until the logs of all hosts are copied, or the host is unreachable."""
-    for each in hosts:
-        each.synced.wait()
 
 
 def _find_command(mirror: Mirror, tail: Optional[int]) -> str:

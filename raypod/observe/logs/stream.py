@@ -23,8 +23,6 @@ from raypod.observe.logs.remote import (
     has_proxy,
     launch_hosts,
     processes_in,
-    read_plan,
-    wait_synced,
 )
 from raypod.observe.logs.sources import EVENTS, LogSource, Selection, TimedLine, label_of, logs_in
 from raypod.plan import layout
@@ -33,7 +31,8 @@ from raypod.runs import event_text
 from raypod.runs.growing_file import GrowingFile
 from raypod.runs.run_state import RunEnd, RunEndWatch
 from raypod.runtime import ssh
-from raypod.system.command_line import printable, show
+from raypod.system.command_line import printable, say
+from raypod.system.files import read_object
 
 _POLL_S = 0.2
 _CLOCK = "%Y-%m-%d %H:%M:%S"  # of an event, in local time
@@ -49,7 +48,7 @@ class Logs:
 
     def __init__(self, folder: Path, selection: Selection) -> None:
         self._folder, self._selection = folder, selection
-        self._plan = read_plan(folder)
+        self._plan = read_object(folder / layout.PLAN)
         self._cluster = cluster_in(self._plan)
         self._events = GrowingFile(folder / layout.EVENTS)
         self._sources: Dict[str, LogSource] = {}
@@ -79,7 +78,8 @@ class Logs:
         watch = RunEndWatch(self._folder)
         events = list(self._new_events())
         self._open_hosts(follows)
-        wait_synced(list(self._hosts.values()))
+        for host in self._hosts.values():
+            host.synced.wait()
         self._report_problems()
         self._open_sources(exists=True)
         if not follows and not self._are_named:
@@ -217,7 +217,7 @@ class Logs:
     def _warn(self, host: str, text: str) -> None:
         if self._reported.get(host) != text:
             self._reported[host] = text
-            show(f"raypod: warning: {text}", sys.stderr)
+            say(f"warning: {text}")
 
 
 def _labelled(label: str, lines: Iterator[TimedLine]) -> Iterator[Labelled]:

@@ -192,22 +192,22 @@ def from_json(content: Mapping[str, Any]) -> Tuple[HostFacts, List[Run]]:
         TypeError, ValueError, KeyError, AttributeError: it is something else.
     """
     devices = content.get("devices")
-    found = None if devices is None else tuple(_built(Device, each) for each in devices)
-    facts = HostFacts(str(content["host"]), _built(Usage, content["usage"]), found)
+    found = None if devices is None else tuple(built(Device, each) for each in devices)
+    facts = HostFacts(str(content["host"]), built(Usage, content["usage"]), found)
     return facts, [_run(each) for each in content["runs"]]
 
 
 def _run(content: Mapping[str, Any]) -> Run:
     nested = {
-        "instances": tuple(_built(Instance, each) for each in content["instances"]),
-        "hosts": {name: _built(Usage, each) for name, each in content["hosts"].items()},
+        "instances": tuple(built(Instance, each) for each in content["instances"]),
+        "hosts": {name: built(Usage, each) for name, each in content["hosts"].items()},
         "series": {name: tuple(values) for name, values in content["series"].items()},
-        "events": tuple(_built(EventLine, each) for each in content["events"]),
+        "events": tuple(built(EventLine, each) for each in content["events"]),
     }
-    return _built(Run, {**content, **nested})
+    return built(Run, {**content, **nested})
 
 
-def _built(kind: Type[T], content: Mapping[str, Any]) -> T:
+def built(kind: Type[T], content: Mapping[str, Any]) -> T:
     """Return a dataclass from the keys that it knows."""
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in content.items() if name in names})

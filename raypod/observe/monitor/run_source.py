@@ -7,7 +7,6 @@ import dataclasses
 import http.client
 import math
 import os
-import pwd
 import threading
 import time
 from pathlib import Path
@@ -17,9 +16,10 @@ import psutil
 
 from raypod.events import UpdateDone
 from raypod.observe.monitor.log_lines import LastLines
-from raypod.observe.monitor.model import EventLine, Instance, Run, Usage
+from raypod.observe.monitor.model import EventLine, Instance, Run, Usage, built
 from raypod.observe.monitor.style import clean
 from raypod.observe.status.endpoint import Entry
+from raypod.observe.status.run_status import user_name
 from raypod.observe.status.token_server import ADDRESS
 from raypod.plan.layout import EVENTS, LAUNCH, METRICS, PLAN, SUMMARY
 from raypod.runs import run_state
@@ -28,7 +28,7 @@ from raypod.runs.event_text import RECENT, text_of, time_of
 from raypod.runs.growing_file import GrowingFile
 from raypod.runs.metrics import events_in, flat
 from raypod.runs.run_state import RunEndWatch, RunState
-from raypod.system.files import parse_json
+from raypod.system.files import parse_json, read_object
 
 TIMEOUT_S = 2.0  # of a request
 _MAX_BYTES = 64 << 20  # of an answer
@@ -70,9 +70,8 @@ class LiveRun:
             began_s = time.monotonic()
             try:
                 snapshot = ask(self.entry, TIMEOUT_S)
-                self.run = self._with_log_lines(
-                    run_of(snapshot, user=user_name(self.entry.uid), run_dir=self.entry.run_dir)
-                )
+                run = run_of(snapshot, user=user_name(self.entry.uid), run_dir=self.entry.run_dir)
+                self.run = with_log_lines(run, self._last_lines)
                 self._answered_s, self._problem = time.monotonic(), ""
             except (OSError, http.client.HTTPException) as error:
                 self._not_answered(_reason(self.entry, error))
@@ -86,11 +85,9 @@ class LiveRun:
         if self.run is None:
             found = RunFiles(Path(self.entry.run_dir)).read()
             user = user_name(self.entry.uid)
-            self.run = self._with_log_lines(dataclasses.replace(found, state="running", pid=self.entry.pid, user=user))
+            found = dataclasses.replace(found, state="running", pid=self.entry.pid, user=user)
+            self.run = with_log_lines(found, self._last_lines)
         self._problem = why
-
-    def _with_log_lines(self, run: Run) -> Run:
-        return with_log_lines(run, self._last_lines)
 
 
 def with_log_lines(run: Run, last_lines: LastLines) -> Run:
@@ -130,14 +127,6 @@ def ask(entry: Entry, timeout_s: float) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise ValueError("no JSON object")
     return content
-
-
-def user_name(uid: int) -> str:
-    """Return the name of a user; the number if there is none."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def _reason(entry: Entry, error: Exception) -> str:
@@ -212,11 +201,7 @@ def _launch(snapshot: Snapshot, more: Mapping[str, Any]) -> Run:
 
 
 def _hosts(snapshot: Snapshot) -> Dict[str, Usage]:
-    known = dict.fromkeys(Usage.__dataclass_fields__)
-    return {
-        str(name): Usage(**{key: value for key, value in (usage or {}).items() if key in known})
-        for name, usage in (snapshot.get("hosts") or {}).items()
-    }
+    return {str(name): built(Usage, usage or {}) for name, usage in (snapshot.get("hosts") or {}).items()}
 
 
 def _instance(content: Mapping[str, Any]) -> Instance:
@@ -258,7 +243,6 @@ def event_lines(records: Sequence[Mapping[str, Any]]) -> Tuple[EventLine, ...]:
 
 _KEPT_UPDATES, _KEPT_EVENTS = 512, 200
 _TAIL_BYTES = 512 << 10  # of metrics.jsonl
-_CALL_KEYS = ("data_wait_share", "p50_s", "p95_s", "slowest_s", "busy_ratio")
 
 
 class RunFiles:
@@ -278,15 +262,15 @@ class RunFiles:
     def read(self) -> Run:
         """Return the run as the files describe it. Files that are missing or damaged are skipped."""
         self._read_new()
-        plan, state = _json(self.folder / PLAN), run_state.read(self.folder)
-        launch = _json(self.folder / LAUNCH)
+        plan, state = read_object(self.folder / PLAN), run_state.read(self.folder)
+        launch = read_object(self.folder / LAUNCH)
         update = self._updates[-1] if self._updates else None
         evaluation, saved = (self._evaluations or [{}])[-1], self._last.get("checkpoint_saved", {})
         state_fields = self._state(state, launch, update.update if update else 0)
         # A folder with an exit code or a dead coordinator has no current throughput, only its mean.
         rates = flat(update) if update else {}
         if state_fields["state"] not in ("starting", "running"):
-            rates = _json(self.folder / SUMMARY)
+            rates = read_object(self.folder / SUMMARY)
         return Run(
             run_dir=str(self.folder),
             kind="launch" if state is None and launch else "training",
@@ -373,7 +357,7 @@ class RunFiles:
         for spec in self._specs(plan):
             index = _integer(spec.get("index"))
             placed, calls = self._placed.get(index, {}), times.get(index, {})
-            statistics: Dict[str, Any] = {key: calls.get(key) for key in _CALL_KEYS}
+            statistics: Dict[str, Any] = {key: calls.get(key) for key in _COPIED_CALL}
             found.append(
                 Instance(
                     instance=index,
@@ -400,14 +384,6 @@ def _tail_of(path: Path) -> int:
         return max(0, path.stat().st_size - _TAIL_BYTES)
     except OSError:
         return 0
-
-
-def _json(path: Path) -> Dict[str, Any]:
-    try:
-        content = parse_json(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _command(launch: Mapping[str, Any]) -> str:

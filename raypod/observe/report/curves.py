@@ -1,14 +1,13 @@
 """The curves of a run: the rows of `metrics.jsonl` and `evaluations.jsonl`, of bounded size while a run grows.
 
-Reduce the rows of a long run to a bounded number, so that no peak and no dip is lost.
-
-The updates are divided into intervals of equal width, a power of two. Of each interval these rows are kept: for every
-value the row with its minimum and the row with its maximum, and the first row that lacks a value. Rows are kept whole,
-so that every point of a curve is one that was measured.
+No peak and no dip of a long run is lost. The updates are divided into intervals of equal width, a power of two. Of each
+interval these rows are kept: for every value the row with its minimum and the row with its maximum, and the first row
+that lacks a value. Rows are kept whole, so that every point of a curve is one that was measured.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
@@ -56,24 +55,14 @@ class Curves:
             if len(self._rows) > 3 * MAX_ROWS:
                 self._rows = decimate(self._rows, MAX_ROWS)
 
-    def rows(self, max_rows: int = MAX_ROWS) -> List[Row]:
-        """Return at most `max_rows` rows; their values are in the order of `columns`."""
-        return decimate(self._rows, max_rows)
-
     def time_of(self, update: int) -> Tuple[Optional[float], Optional[float]]:
         """Return the samples and the time in seconds after an update; None for both if it is not in the curves."""
-        low, high = 0, len(self._rows)
-        while low < high:
-            middle = (low + high) // 2
-            if self._rows[middle][0] < update:
-                low = middle + 1
-            else:
-                high = middle
-        return (self._rows[low][1], self._rows[low][2]) if low < len(self._rows) else (None, None)
+        index = bisect.bisect_left(self._rows, [update])
+        return (self._rows[index][1], self._rows[index][2]) if index < len(self._rows) else (None, None)
 
     def data(self, max_rows: int = MAX_ROWS) -> Dict[str, Any]:
         """Return the curves as plain data; see `run_data`."""
-        rows = self.rows(max_rows)
+        rows = decimate(self._rows, max_rows)
         exact = FIRST_VALUE + len(self.metrics) + len(self.traces)
         return {
             "columns": self.columns,
@@ -145,12 +134,9 @@ def _extremes(rows: Sequence[Row], begin: int, end: int) -> Set[int]:
         kept.add(begin)
     for column in range(FIRST_VALUE, len(rows[begin])):
         values = [row[column] for row in rows[begin:end]]
-        if not all(map(math.isfinite, values)):
+        finite = list(filter(math.isfinite, values))
+        if len(finite) < len(values):
             kept.add(begin + next(index for index, value in enumerate(values) if not math.isfinite(value)))
-            finite = [value for value in values if math.isfinite(value)]
-            if not finite:
-                continue
+        if finite:
             kept.update((begin + values.index(min(finite)), begin + values.index(max(finite))))
-        else:
-            kept.update((begin + values.index(min(values)), begin + values.index(max(values))))
     return kept

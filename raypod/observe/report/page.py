@@ -19,7 +19,7 @@ import base64
 import hashlib
 import html
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, Sequence
 
 from raypod.errors import as_utf8
 from raypod.system.files import strict_json
@@ -62,7 +62,8 @@ def render(
     echarts = (_ASSETS / "echarts.min.js").read_text(encoding="utf-8")
     own = "".join((_ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     code = [echarts, f'(() => {{\n"use strict";\n{own}}})();\n', *scripts]
-    hashes = " ".join(f"'sha256-{_hash(each)}'" for each in code)
+    digests = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in code)
+    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
     if connects:
         policy += "; connect-src 'self'"
@@ -105,12 +106,3 @@ def embedded_json(content: Any) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def _hash(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def asset_names() -> List[str]:
-    """Return the names of the files that the page is made of."""
-    return ["echarts.min.js", "page.css", *_SCRIPTS]

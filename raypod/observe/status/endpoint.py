@@ -33,40 +33,29 @@ _LEAST_S, _MOST_S = 0.5, 2.0  # limits of the time for which a snapshot serves a
 _RUN_SHARE = 0.001  # of a core: the training shares its processor with the endpoint
 
 
-class Cached:
-    """The result of a function, which serves all clients for a time; callable from any thread."""
+def cached_route(respond: Callable[[], Response], share: float = _RUN_SHARE) -> Route:
+    """Return the route that serves a response, at most 2 s old, to all clients; callable from any thread.
 
-    def __init__(self, compute: Callable[[], Any], share: float = 1.0) -> None:
-        """Compute the result so rarely that this takes at most a share of a core, but every 0.5 to 2 s on request."""
-        self._compute, self._share, self._lock = compute, share, threading.Lock()
-        self._value: Any = None
-        self._expires_s = -math.inf
+    It is computed so rarely that this takes at most a share of a core, but every 0.5 to 2 s on request.
+    """
+    lock, response, expires_s = threading.Lock(), Response(b""), -math.inf
 
-    def __call__(self) -> Any:
-        """Return the result, at most 2 s old."""
-        with self._lock:
-            if time.monotonic() > self._expires_s:
+    def serve(query: Query) -> Response:
+        nonlocal response, expires_s
+        with lock:
+            if time.monotonic() > expires_s:
                 began_s = time.thread_time()
-                self._value = self._compute()
+                response = respond()
                 cpu_s = time.thread_time() - began_s
-                self._expires_s = time.monotonic() + min(_MOST_S, max(_LEAST_S, cpu_s / self._share))
-            return self._value
+                expires_s = time.monotonic() + min(_MOST_S, max(_LEAST_S, cpu_s / share))
+            return response
+
+    return serve
 
 
 def snapshot_route(snapshot: Callable[[], Mapping[str, Any]]) -> Route:
     """Return the route that serves a snapshot as JSON."""
     return cached_route(lambda: json_response(snapshot()))
-
-
-def cached_route(respond: Callable[[], Response]) -> Route:
-    """Return the route that serves a response, at most 2 s old, which costs a run almost nothing."""
-    cached = Cached(respond, _RUN_SHARE)
-
-    def serve(query: Query) -> Response:
-        response: Response = cached()
-        return response
-
-    return serve
 
 
 class StateWriter(Protocol):

@@ -15,7 +15,7 @@ import re
 import socket
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from raypod.errors import RaypodError
 from raypod.events import HostUsage
@@ -28,6 +28,7 @@ from raypod.observe.status.prometheus import (
     Metric,
     Sample,
     Scrape,
+    by_instance,
     families,
     instance_labels,
     metrics_response,
@@ -144,23 +145,12 @@ class LaunchStatus:
         }
 
 
-_Further = Tuple[Tuple[Tuple[str, str], ...], Any]  # further labels, value
-
-
-def _by_program(
-    get: Callable[[Mapping[str, Any]], Iterable[_Further]],
-) -> Callable[[Scrape], List[Sample]]:
-    """Samples of each program: `get` returns (further labels, value) from its entry in the state."""
-
-    def samples(scrape: Scrape) -> List[Sample]:
-        return [
-            Sample(Labels((*instance_labels(each), *labels)), value)
-            for each in scrape.state["instances"]
-            for labels, value in get(each)
-            if value is not None
-        ]
-
-    return samples
+def _output_bytes(scrape: Scrape) -> List[Sample]:
+    return [
+        Sample(Labels((*instance_labels(each), ("stream", name))), count)
+        for each in scrape.state["instances"]
+        for name, count in each["output_bytes"].items()
+    ]
 
 
 def _info(scrape: Scrape) -> List[Sample]:
@@ -176,37 +166,32 @@ METRICS = (
         "raypod_start_time_seconds",
         GAUGE,
         "Time at which the launch began, in seconds since 1970.",
-        one(lambda state: state["started_unix_s"]),
+        one("started_unix_s"),
     ),
     Metric(
         "raypod_program_up",
         GAUGE,
         "1 if the program of an instance runs, else 0.",
-        _by_program(lambda each: [((), int(each["state"] == "running"))]),
+        by_instance(lambda each: int(each["state"] == "running")),
     ),
     Metric(
         "raypod_program_exit_code",
         GAUGE,
         "Exit code of the program of an instance, 128 + n for signal n.",
-        _by_program(lambda each: [((), each["exit_code"])]),
+        by_instance("exit_code"),
     ),
     Metric(
         "raypod_program_cpu_seconds_total",
         COUNTER,
         "CPU time of the process of a program and of its children that have ended.",
-        _by_program(lambda each: [((), each["cpu_s"])]),
+        by_instance("cpu_s"),
     ),
-    Metric(
-        "raypod_program_output_bytes_total",
-        COUNTER,
-        "Bytes that a program has written.",
-        _by_program(lambda each: [((("stream", name),), count) for name, count in each["output_bytes"].items()]),
-    ),
+    Metric("raypod_program_output_bytes_total", COUNTER, "Bytes that a program has written.", _output_bytes),
     Metric(
         "raypod_program_last_output_timestamp_seconds",
         GAUGE,
         "Time of the last output of a program, in seconds since 1970.",
-        _by_program(lambda each: [((), each["last_output_unix_s"])]),
+        by_instance("last_output_unix_s"),
     ),
     *HOST_METRICS,
 )

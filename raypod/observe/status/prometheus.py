@@ -130,30 +130,44 @@ class Metric(NamedTuple):
     samples: Callable[[Scrape], Iterable[Sample]]
 
 
-def one(get: Callable[[Mapping[str, Any]], Optional[Number]]) -> Callable[[Scrape], Iterable[Sample]]:
+Get = Union[str, Callable[[Mapping[str, Any]], Any]]  # a path of keys, as in "call_s.busy_ratio", or a function
+
+
+def _value(content: Optional[Mapping[str, Any]], get: Get) -> Any:
+    """Return the value at a path, None if the content has no such entry, or the result of a function."""
+    if callable(get):
+        return get(content or {})
+    found: Any = content
+    for key in get.split("."):
+        found = (found or {}).get(key)
+    return found
+
+
+def one(get: Get) -> Callable[[Scrape], Iterable[Sample]]:
     """One sample without labels, from the state."""
 
     def samples(scrape: Scrape) -> List[Sample]:
-        value = get(scrape.state)
+        value = _value(scrape.state, get)
         return [] if value is None else [Sample(NO_LABELS, value)]
 
     return samples
 
 
-def _by_name(label: str, get: Callable[[Mapping[str, Any]], Mapping[str, Number]]) -> Callable[..., Iterable[Sample]]:
+def _by_name(label: str, get: Get) -> Callable[[Scrape], Iterable[Sample]]:
     """One sample per name, which is the value of `label`."""
 
     def samples(scrape: Scrape) -> List[Sample]:
-        return [Sample(Labels(((label, name),)), value) for name, value in get(scrape.state).items()]
+        values = _value(scrape.state, get) or {}
+        return [Sample(Labels(((label, name),)), value) for name, value in values.items()]
 
     return samples
 
 
-def _by_instance(get: Callable[[Mapping[str, Any]], Optional[Number]]) -> Callable[[Scrape], Iterable[Sample]]:
+def by_instance(get: Get) -> Callable[[Scrape], Iterable[Sample]]:
     """One sample per instance, from its entry in the state."""
 
     def samples(scrape: Scrape) -> List[Sample]:
-        found = ((each, get(each)) for each in scrape.state["instances"])
+        found = ((each, _value(each, get)) for each in scrape.state["instances"])
         return [Sample(instance_labels(each), value) for each, value in found if value is not None]
 
     return samples
@@ -173,7 +187,7 @@ def by_host(key: str) -> Callable[[Scrape], Iterable[Sample]]:
     """One sample per host, from its usage."""
 
     def samples(scrape: Scrape) -> List[Sample]:
-        found = ((host, (usage or {}).get(key)) for host, usage in scrape.state["hosts"].items())
+        found = ((host, _value(usage, key)) for host, usage in scrape.state["hosts"].items())
         return [Sample(Labels((("host", host),)), value) for host, value in found if value is not None]
 
     return samples
@@ -206,11 +220,6 @@ def _phases(state: Mapping[str, Any]) -> Dict[str, Number]:
     return {phase: int(state["phase"] == phase) for phase in get_args(Phase)}
 
 
-def _of(key: str, inner: str) -> Callable[[Mapping[str, Any]], Any]:
-    """Return a function that gets `state[key][inner]`, None if `state[key]` is None."""
-    return lambda state: state[key][inner] if state[key] else None
-
-
 HOST_METRICS = (
     Metric("raypod_host_cpu_ratio", GAUGE, "Used share of all cores of a host (0..1).", by_host("cpu_share")),
     Metric("raypod_host_memory_used_bytes", GAUGE, "Used memory of a host.", by_host("memory_used_bytes")),
@@ -238,30 +247,25 @@ _RUN_METRICS = (
         "raypod_start_time_seconds",
         GAUGE,
         "Time at which the coordinator began, in seconds since 1970.",
-        one(lambda state: state["started_unix_s"]),
+        one("started_unix_s"),
     ),
     Metric("raypod_phase", GAUGE, "1 for the current phase of the run, 0 for others.", _by_name("phase", _phases)),
-    Metric(
-        "raypod_updates_total",
-        COUNTER,
-        "Weight updates of this process of the coordinator.",
-        one(lambda state: state["updates_done"]),
-    ),
-    Metric("raypod_update", GAUGE, "Weight updates since the training began.", one(lambda state: state["update"])),
-    Metric("raypod_update_limit", GAUGE, "Weight updates of the whole run.", one(lambda state: state["total_updates"])),
-    Metric("raypod_epoch", GAUGE, "Current epoch, the first is 1.", one(lambda state: state["epoch"])),
-    Metric("raypod_eta_seconds", GAUGE, "Training time that is left.", one(lambda state: state["eta_s"])),
+    Metric("raypod_updates_total", COUNTER, "Weight updates of this process of the coordinator.", one("updates_done")),
+    Metric("raypod_update", GAUGE, "Weight updates since the training began.", one("update")),
+    Metric("raypod_update_limit", GAUGE, "Weight updates of the whole run.", one("total_updates")),
+    Metric("raypod_epoch", GAUGE, "Current epoch, the first is 1.", one("epoch")),
+    Metric("raypod_eta_seconds", GAUGE, "Training time that is left.", one("eta_s")),
     Metric(
         "raypod_samples_total",
         COUNTER,
         "Samples that this process of the coordinator trained, over all replicas.",
-        one(lambda state: state["samples_done"]),
+        one("samples_done"),
     ),
     Metric(
         "raypod_samples_per_second",
         GAUGE,
         "Samples per second over the last second of training, of all replicas.",
-        one(lambda state: state["samples_per_s"]),
+        one("samples_per_s"),
     ),
     Metric(
         "raypod_sample_parts_per_second",
@@ -279,103 +283,88 @@ _RUN_METRICS = (
         "raypod_data_wait_ratio",
         GAUGE,
         "Share of the last call that the instances waited for data (0..1).",
-        one(lambda state: state["data_wait_share"]),
+        one("data_wait_share"),
     ),
-    Metric(
-        "raypod_training_metric",
-        GAUGE,
-        "Metrics of the last update, as the loss.",
-        _by_name("name", lambda state: state["metrics"]),
-    ),
+    Metric("raypod_training_metric", GAUGE, "Metrics of the last update, as the loss.", _by_name("name", "metrics")),
     Metric(
         "raypod_evaluation_metric",
         GAUGE,
         "Metrics of the last evaluation of the test split.",
-        _by_name("name", lambda state: (state["last_evaluation"] or {}).get("metrics", {})),
+        _by_name("name", "last_evaluation.metrics"),
     ),
     Metric(
         "raypod_last_update_timestamp_seconds",
         GAUGE,
         "Time of the last weight update, in seconds since 1970.",
-        one(lambda state: state["last_update_unix_s"]),
+        one("last_update_unix_s"),
     ),
     Metric(
         "raypod_last_evaluation_timestamp_seconds",
         GAUGE,
         "Time of the last evaluation, in seconds since 1970.",
-        one(_of("last_evaluation", "unix_s")),
+        one("last_evaluation.unix_s"),
     ),
     Metric(
         "raypod_last_checkpoint_timestamp_seconds",
         GAUGE,
         "Time of the last checkpoint of this process, in seconds since 1970.",
-        one(lambda state: _of("last", "unix_s")(state["checkpoints"])),
+        one("checkpoints.last.unix_s"),
     ),
     Metric(
         "raypod_last_checkpoint_update",
         GAUGE,
         "Update of the last checkpoint of this process.",
-        one(lambda state: _of("last", "update")(state["checkpoints"])),
+        one("checkpoints.last.update"),
     ),
+    Metric("raypod_checkpoints_total", COUNTER, "Written checkpoints.", one("checkpoints.saved")),
     Metric(
-        "raypod_checkpoints_total", COUNTER, "Written checkpoints.", one(lambda state: state["checkpoints"]["saved"])
+        "raypod_checkpoint_failures_total", COUNTER, "Checkpoints that could not be written.", one("checkpoints.failed")
     ),
-    Metric(
-        "raypod_checkpoint_failures_total",
-        COUNTER,
-        "Checkpoints that could not be written.",
-        one(lambda state: state["checkpoints"]["failed"]),
-    ),
-    Metric("raypod_restarts_total", COUNTER, "Repairs of the fleet.", one(lambda state: state["restarts"])),
-    Metric(
-        "raypod_generation",
-        GAUGE,
-        "Starts and repairs of the fleet since the training began.",
-        one(lambda state: state["generation"]),
-    ),
+    Metric("raypod_restarts_total", COUNTER, "Repairs of the fleet.", one("restarts")),
+    Metric("raypod_generation", GAUGE, "Starts and repairs of the fleet since the training began.", one("generation")),
 )
 _INSTANCE_METRICS = (
     Metric(
         "raypod_instance_up",
         GAUGE,
         "1 if an instance is ready, 0 while it starts and while it is lost.",
-        _by_instance(lambda each: int(each["pid"] is not None and each["state"] != "lost")),
+        by_instance(lambda each: int(each["pid"] is not None and each["state"] != "lost")),
     ),
     Metric(
         "raypod_instance_heartbeat_age_seconds",
         GAUGE,
         "Time since the last heartbeat of an instance.",
-        _by_instance(lambda each: each["heartbeat_age_s"]),
+        by_instance("heartbeat_age_s"),
     ),
     Metric(
         "raypod_instance_busy_ratio",
         GAUGE,
         "Time of recent calls without the wait for other instances, over the median of all instances.",
-        _by_instance(lambda each: each["call_s"].get("busy_ratio")),
+        by_instance("call_s.busy_ratio"),
     ),
     Metric(
         "raypod_instance_data_wait_ratio",
         GAUGE,
         "Share of recent calls that an instance waited for data (0..1).",
-        _by_instance(lambda each: each["call_s"].get("data_wait_share")),
+        by_instance("call_s.data_wait_share"),
     ),
     Metric(
         "raypod_instance_peer_wait_ratio",
         GAUGE,
         "Share of recent calls that an instance waited for other instances (0..1).",
-        _by_instance(lambda each: each["call_s"].get("peer_wait_share")),
+        by_instance("call_s.peer_wait_share"),
     ),
     Metric(
         "raypod_instance_samples_per_second",
         GAUGE,
         "Samples of one call over the median duration of recent calls.",
-        _by_instance(lambda each: each["samples_per_s"]),
+        by_instance("samples_per_s"),
     ),
     Metric(
         "raypod_instance_cpu_seconds",
         GAUGE,
         "CPU time of an instance's running threads and of their child processes.",
-        _by_instance(lambda each: each["cpu_s"]),
+        by_instance("cpu_s"),
     ),
     Metric(
         "raypod_instance_call_seconds",

@@ -220,9 +220,10 @@ class RunStatus(RunView):
 
 
 @functools.lru_cache(maxsize=None)
-def user_name() -> str:
-    """Return the name of the user of this process, or the user's number."""
+def user_name(uid: Optional[int] = None) -> str:
+    """Return the name of a user, by default that of this process; the number of one that has no name."""
+    uid = os.getuid() if uid is None else uid
     try:
-        return pwd.getpwuid(os.getuid()).pw_name  # USER is unset in services and containers, and any program can set it
+        return pwd.getpwuid(uid).pw_name  # USER is unset in services and containers, and any program can set it
     except KeyError:
-        return str(os.getuid())
+        return str(uid)

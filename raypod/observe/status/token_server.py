@@ -15,8 +15,7 @@ import socket
 import threading
 import urllib.parse
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Type
+from typing import Any, Callable, Dict, Mapping, NamedTuple
 
 from raypod.errors import ConfigError
 from raypod.system import files
@@ -43,9 +42,9 @@ def json_response(content: Any) -> Response:
     return Response(strict_json(content).encode())
 
 
-def not_found(what: str) -> Response:
-    """Return a response for something that does not exist."""
-    return Response(json.dumps({"error": f"{what} does not exist"}).encode(), status=404)
+def error_response(status: int, message: str) -> Response:
+    """Return an error as JSON, with its HTTP status code."""
+    return Response(json.dumps({"error": message}).encode(), status=status)
 
 
 Query = Dict[str, str]  # the last value of each parameter, without the token
@@ -123,9 +122,7 @@ class TokenServer:
     def __enter__(self) -> TokenServer:
         return self
 
-    def __exit__(
-        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -156,24 +153,24 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         query = {name: values[-1] for name, values in urllib.parse.parse_qs(target.query).items()}
         host = urllib.parse.urlsplit(f"//{self.headers.get('Host', '')}").hostname
         if host not in _HOSTS:
-            return _error(403, f"this server answers only requests to {ADDRESS}")
+            return error_response(403, f"this server answers only requests to {ADDRESS}")
         scheme, _, bearer = self.headers.get("Authorization", "").partition(" ")
         given = bearer.strip() if scheme.lower() == "bearer" else query.pop("token", "")
         query.pop("token", None)
         if not hmac.compare_digest(given.encode(), self.server.token.encode()):
             if self.server.sign_in and self.command == "GET" and target.path == "/":
                 return Response(self.server.sign_in, HTML, 401)
-            return _error(401, "a token is needed: Authorization: Bearer TOKEN, or ?token=TOKEN")
+            return error_response(401, "a token is needed: Authorization: Bearer TOKEN, or ?token=TOKEN")
         self.server.admit(self.connection)
         if self.command not in ("GET", "HEAD"):
-            return _error(405, "this server is read-only: use GET")
+            return error_response(405, "this server is read-only: use GET")
         route = self.server.routes.get(target.path)
         if route is None:
-            return _error(404, f"no such path; there are {', '.join(sorted(self.server.routes))}")
+            return error_response(404, f"no such path; there are {', '.join(sorted(self.server.routes))}")
         try:
             return route(query)
         except Exception as error:  # noqa: BLE001 - a route must not end the thread without a response
-            return _error(500, f"{type(error).__name__}: {error}")
+            return error_response(500, f"{type(error).__name__}: {error}")
 
     def _send(self, response: Response) -> None:
         self.send_response(response.status)
@@ -194,10 +191,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Log nothing: the request line contains the token."""
-
-
-def _error(status: int, message: str) -> Response:
-    return Response(json.dumps({"error": message}).encode(), status=status)
 
 
 def read_token(path: Path) -> str:
