@@ -41,7 +41,7 @@ _DRAINING_INTERVAL_S = 2.0  # between two requests of the draining nodes
 
 
 class RayFleet:
-    """Runs each instance in a Ray actor. See `Fleet` for the methods."""
+    """Runs each instance in a Ray actor. See `ElasticFleet` for the methods."""
 
     def __init__(self, plan: Plan, log: Callable[[str], None] = lambda line: None) -> None:
         """`log` receives a line for the user while `start` waits for hosts."""
@@ -82,7 +82,6 @@ class RayFleet:
         self.start_seconds = self._timer.steps
 
     def start(self) -> List[InstanceStarted]:
-        """See `Fleet.start`."""
         self._timer.begin()
         self._ray = self._session.open(self._log)
         self._killer = ProcessKiller(self._ray)
@@ -100,12 +99,10 @@ class RayFleet:
         return self._started
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
-        """See `Fleet.call`."""
         bound = (self._bounds.report_timeout_s, "run.report_timeout_s")
         return self._all(f"{method} of all instances", bound, "call", method, *arguments)
 
     def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        """See `Fleet.run`."""
         assert self._watch is not None, "start comes first"
         streams = {
             actor.run.options(num_returns="streaming").remote(segment): index
@@ -130,11 +127,9 @@ class RayFleet:
         self._is_idle = True
 
     def abandon_loading(self) -> None:
-        """See `Fleet.abandon_loading`."""
         self._abandons_loading = True
 
     def evaluate(self, is_abandoned: Callable[[], bool]) -> Optional[List[EvaluationReport]]:
-        """See `Fleet.evaluate`."""
         assert self._watch is not None, "start comes first"
         self._is_idle = False
         refs = {actor.call.remote("evaluate"): index for index, actor in enumerate(self._actors)}
@@ -148,7 +143,6 @@ class RayFleet:
         return [evaluated.results[index] for index in range(len(self._actors))] if abandoned is None else None
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-        """See `Fleet.repair`."""
         assert self._killer is not None, "start comes first"
         self._is_idle = False
         self._draining_s = 0.0
@@ -175,28 +169,23 @@ class RayFleet:
         return positions
 
     def release(self, survivors: Sequence[int]) -> Dict[int, int]:
-        """See `Fleet.release`."""
         self._is_idle = False
         self._watch = self._new_watch(survivors)
         return self.call_on(survivors, "leave")
 
     def call_on(self, instances: Sequence[int], method: str, *arguments: Any) -> Dict[int, Any]:
-        """See `Fleet.call_on`."""
         assert self._watch is not None, "start comes first"
         refs = {self._actors[index].call.remote(method, *arguments): index for index in instances}
         bound = (self._bounds.report_timeout_s, "run.report_timeout_s")
         return self._watch.results(refs, f"{method} of {counted(len(refs), 'instance')}", bound)
 
     def room(self) -> List[Room]:
-        """See `ElasticFleet.room`."""
         return HostRoom(self._ray, self._full, self._log).alive()
 
     def wait_for_room(self, is_enough: Callable[[List[Room]], bool], stop_requested: Callable[[], bool]) -> List[Room]:
-        """See `ElasticFleet.wait_for_room`."""
         return HostRoom(self._ray, self._full, self._log).wait(is_enough, stop_requested)
 
     def resize(self, plan: Plan) -> List[InstanceStarted]:
-        """See `ElasticFleet.resize`."""
         self._end_instances()
         self._plan, self._actors, self._nodes, self._started, self._building = plan, [], [], [], {}
         self._draining_s = 0.0
@@ -205,52 +194,41 @@ class RayFleet:
         return self._started
 
     def draining(self) -> List[str]:
-        """See `Fleet.draining`."""
         if time.monotonic() - self._draining_s > _DRAINING_INTERVAL_S:
             self._draining_s = time.monotonic()
             self._draining = draining_hosts(self._plan.placement, self._nodes)
         return self._draining
 
     def has_room_for(self, instances: Tuple[int, ...], may_share_hosts: bool) -> bool:
-        """See `Fleet.has_room_for`."""
         return self._replacements().has_room_for(instances, self._nodes, may_share_hosts)
 
     def hosts(self) -> List[str]:
-        """See `Fleet.hosts`."""
         return [host_name(self._plan.placement, node) for node in self._nodes]
 
     def started(self) -> List[InstanceStarted]:
-        """See `Fleet.started`."""
         # An instance knows only the host of the plan, also where it replaces another one elsewhere.
         return [dataclasses.replace(each, host=host) for each, host in zip(self._started, self.hosts())]
 
     def heartbeats(self) -> Dict[int, Beat]:
-        """See `Fleet.heartbeats`."""
         return self._watch.beats() if self._watch is not None else {}
 
     def export_metrics(self, collect: Callable[[], Iterable[Family]], constant: Labels) -> None:
-        """See `Fleet.export_metrics`."""
         self._exported = (collect, constant)
 
     def clocks(self) -> Dict[int, ClockReading]:
-        """See `Fleet.clocks`."""
         return read_clocks(self._ray, self._actors, [str(node["NodeID"]) for node in self._nodes])
 
     def serve(self, kind: Callable[..., Any], *arguments: Any) -> RayServer:
-        """See `Fleet.serve`."""
         self._servers.append(serve_here(self._ray, kind, *arguments))
         return self._servers[-1]
 
     def peers(self) -> List[str]:
-        """See `Fleet.peers`."""
         return peers_of(self._ray, self._full.placement.cluster)
 
     def serve_on(self, host: str, kind: Callable[..., Any], *arguments: Any) -> RayServer:
-        """See `Fleet.serve_on`."""
         return serve_on(self._ray, self._full.placement.cluster, host, kind, *arguments)
 
     def close(self) -> None:
-        """See `Fleet.close`."""
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None

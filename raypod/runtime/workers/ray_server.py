@@ -19,11 +19,9 @@ class RayServer:
         self._actor, self._host = actor, host
 
     def request(self, method: str, *arguments: Any) -> Any:
-        """See `Server.request`."""
         return getattr(self._actor, method).remote(*arguments)
 
     def result(self, handle: Any, timeout_s: float) -> Any:
-        """See `Server.result`."""
         ray = importlib.import_module("ray")
         try:
             return ray.get(handle, timeout=timeout_s)
@@ -35,7 +33,6 @@ class RayServer:
             raise ConnectionError(f"no connection to {self._host}: {death_reason(str(error))}") from error
 
     def close(self) -> None:
-        """See `Server.close`."""
         importlib.import_module("ray").kill(self._actor)
 
 
