@@ -90,7 +90,7 @@ class KeptState:
             return
         snapshot = self.newest_snapshot(self.schedule.last.update if self.schedule.last is not None else -1)
         if snapshot is not None:
-            yield from self._go_to(snapshot.update)
+            yield from self.go_to(snapshot.update)
             yield from self.schedule.save_by(functools.partial(self.snapshots.save, snapshot), snapshot.update)
 
     def _save_held(self, folder: Optional[Path]) -> Iterator[Event]:
@@ -134,10 +134,11 @@ class KeptState:
             self.metrics.add_lost_reports(reports or ())
         if 0 in holders and folder is None:
             yield from map(self.schedule.record, self._fleet.call_on((0,), "finish_saves")[0])
-        yield from self._go_to(positions[root])
+        yield from self.go_to(positions[root])
         yield from self.schedule.save_on(self._fleet, root, positions[root], folder)
 
-    def _go_to(self, update: int) -> Iterator[Event]:
+    def go_to(self, update: int) -> Iterator[Event]:
+        """Continue the metrics after `update`; yield the events of the calls and updates before it."""
         updates = self.metrics.rollback_to(update, time.monotonic())
         yield from self.metrics.take_calls()
         yield from updates
