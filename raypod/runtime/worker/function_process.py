@@ -137,11 +137,9 @@ class FunctionProcess:
             function, arguments, named = cloudpickle.loads(pickled)
             outcome = Outcome(_pickled_result(function(*arguments, **named)))
         except BaseException as error:  # noqa: BLE001 - a user's function can raise any exception, SystemExit included
-            cause, trace = (
-                summarize_exception(error),
-                "".join(traceback.format_exception(type(error), error, _own(error))),
-            )
-            outcome = Outcome(_pickled_error(error), cause, trace, collectives.caused_by_peer(error))
+            trace = "".join(traceback.format_exception(type(error), error, _own(error)))
+            cause, is_of_peer = summarize_exception(error), collectives.caused_by_peer(error)
+            outcome = Outcome(_pickled_error(error), cause, trace, is_of_peer)
         self._collect_output()
         return outcome
 

@@ -109,7 +109,7 @@ class Instance:
             pid=os.getpid(),
             device=self._sdk.device,
             device_line=self._sdk.line + ipu_options.without_effect(plan.config, self._sdk.has_ipus),
-            parameters=model.num_parameters(),
+            parameters=sum(parameter.numel() for parameter in model.network.parameters()),
             seconds=tuple(self._timer.steps),
             data_fingerprint=source.fingerprint,
             versions=versions(),

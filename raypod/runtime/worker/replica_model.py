@@ -140,10 +140,6 @@ class ReplicaModel:
         """Return the manifest with the memory format; see `record_memory_format`."""
         return record_memory_format(manifest, self.memory_format(training))
 
-    def num_parameters(self) -> int:
-        """Return the number of scalars in all parameters."""
-        return sum(parameter.numel() for parameter in self.network.parameters())
-
     def call_words(self, update: int, samples_digest: str) -> Tuple[torch.Tensor, ...]:
         """Return the further input of a call after `update` updates if the device keeps its results."""
         return (recent_results.call_words(self._geometry, update, samples_digest),) if self._keeps_results else ()
