@@ -263,7 +263,7 @@ class RayFleet:
 
     def _new_watch(self, survivors: Sequence[int]) -> Watch:
         """Return a watch of the current actors, in which only the survivors can be silent."""
-        before = self._watch.heartbeats() if self._watch is not None else {}
+        before = {index: beat.report for index, beat in self.heartbeats().items()}
         watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
         watch.use_defaults_of(self._started[0].device)
         watch.record_heartbeats({index: _as_idle(before.get(index)) for index in survivors})
