@@ -52,11 +52,10 @@ class KeptState:
         metrics: MetricsAggregator,
         schedule: CheckpointSchedule,
         snapshots: Snapshots,
-        elsewhere: Optional[Elsewhere] = None,
+        elsewhere: Elsewhere,
     ) -> None:
         self._plan, self._fleet, self.metrics, self.schedule = plan, fleet, metrics, schedule
-        self.snapshots = snapshots
-        self._elsewhere = elsewhere or Elsewhere(plan)
+        self.snapshots, self._elsewhere = snapshots, elsewhere
         self.lost: Set[int] = set()
 
     def lose_all(self) -> None:
@@ -150,13 +149,11 @@ def newest(positions: Dict[int, int]) -> Optional[int]:
     return min(trained, key=lambda index: (-trained[index], index)) if trained else None
 
 
-# A folder on another disk of this host, for the newest state of a run whose run folder cannot take it any more.
-#
-# It has what a run folder has, and is passed on to the places that keep the run besides its folder: `api/training.py`.
-
-
 class Elsewhere:
-    """The other folder of one run; it is created when it is needed.
+    """A folder on another disk of this host, for the newest state of a run whose run folder cannot take it any more.
+
+    It is created when it is needed, has what a run folder has, and is passed on to the places that keep the run besides
+    its folder: `api/training.py`.
 
     Attributes:
         is_wanted: the run has another place, `--storage-path` or `--checkpoint-copies`.

@@ -2,8 +2,6 @@
 
 The environment (POPDIST_*, see plan/environment.py) and the SDK (see system/sdk.py) must be set up before this module
 is imported. The fleet calls its methods; results are returned as records (events.py), and nothing is printed.
-
-Which calls of an instance are profiled, and what it has recorded.
 """
 
 from __future__ import annotations

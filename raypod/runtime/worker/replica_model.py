@@ -1,7 +1,4 @@
-"""The model that every replica of an instance runs: network, steps, optimizer, and the average of the weights.
-
-The learning rate and the loss scaling of an update in the optimizer of the device.
-"""
+"""The model that every replica of an instance runs: network, steps, optimizer with its rates, average of the weights."""
 
 from __future__ import annotations
 

@@ -362,13 +362,11 @@ def _silence_worker_deaths(ray: Any) -> None:
         worker._worker_logs_enabled = False
 
 
-# Detects that the head of the Ray cluster is lost, and ends this process.
-#
-# Ray needs its head: calls to it block the main thread, and after a minute Ray ends this process without a message.
-
-
 class HeadWatch:
-    """Sends a request to the GCS every second; `raypod.system.signals` ends this process if it is considered lost."""
+    """Sends a request to the GCS every second; `raypod.system.signals` ends this process if it is considered lost.
+
+    Ray needs its head: calls to it block the main thread, and after a minute Ray ends this process without a message.
+    """
 
     def __init__(self, address: str, name: str, hint: Callable[[], str]) -> None:
         """`address` is HOST:PORT of the GCS; `name` (of what is lost) and `hint()` are for the error message."""
