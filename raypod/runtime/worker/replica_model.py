@@ -1,4 +1,4 @@
-"""The model that every replica of an instance runs: network, steps, optimizer with its rates, average of the weights."""
+"""The model of every replica of an instance: network, steps, optimizer with its rates, average of the weights."""
 
 from __future__ import annotations
 

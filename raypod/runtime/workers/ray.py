@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
-from raypod.events import CallReport, ClockReading, EvaluationReport, HeartbeatReport, InstanceStarted
+from raypod.events import CallReport, ClockReading, EvaluationReport, InstanceStarted
 from raypod.plan.cluster import Cluster
 from raypod.plan.elastic import Room
 from raypod.plan.plan import Plan, Segment
@@ -232,7 +232,10 @@ class RayFleet:
             self._metrics = None
         try:
             if self._ray is not None and self._ray.is_initialized():
-                self._end_actors()
+                self._end_instances()
+                for server in self._servers:
+                    server.close()
+                self._killer.close()
         finally:
             self._actors, self._reservation, self._ray = [], None, None
             self._session.close()
@@ -263,10 +266,14 @@ class RayFleet:
 
     def _new_watch(self, survivors: Sequence[int]) -> Watch:
         """Return a watch of the current actors, in which only the survivors can be silent."""
-        before = {index: beat.report for index, beat in self.heartbeats().items()}
+        # A survivor waits for nothing any more.
+        idle = {
+            index: dataclasses.replace(beat.report, activity=IDLE, duration_s=0.0, waits_for_others=False)
+            for index, beat in self.heartbeats().items()
+        }
         watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
         watch.use_defaults_of(self._started[0].device)
-        watch.record_heartbeats({index: _as_idle(before.get(index)) for index in survivors})
+        watch.record_heartbeats({index: idle.get(index) for index in survivors})
         return watch
 
     def _replacements(self) -> Replacements:
@@ -315,12 +322,6 @@ class RayFleet:
         refs = {actor.call_now.remote(method, *arguments): index for index, actor in enumerate(self._actors)}
         return self._live_watch.add_requests(refs, f"{method} of all instances", self._segment_bound)
 
-    def _end_actors(self) -> None:
-        self._end_instances()
-        for server in self._servers:
-            server.close()
-        self._killer.close()
-
     def _end_instances(self) -> None:
         """End all actors, and the reservation of their hosts."""
         if self._standbys is not None:
@@ -345,11 +346,6 @@ class RayFleet:
             return []
         _, late = self._ray.wait(list(requests), num_returns=len(requests), timeout=timeout_s)
         return [requests[ref] for ref in late]
-
-
-def _as_idle(report: Optional[HeartbeatReport]) -> Optional[HeartbeatReport]:
-    """Return the heartbeat of a survivor during a repair: it waits for nothing any more."""
-    return report and dataclasses.replace(report, activity=IDLE, duration_s=0.0, waits_for_others=False)
 
 
 class RayServer:
