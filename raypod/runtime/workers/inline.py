@@ -52,9 +52,7 @@ class InlineFleet:
         os.environ.update(instance_environment(self._plan, self._plan.placement.instances[0], python_path))
         torchvision_import.install()
         found = sdk.select(self._plan.config.run.device)
-        from raypod.runtime.worker.instance import (
-            Instance,  # after the environment is set: it imports torch and the SDK
-        )
+        from raypod.runtime.worker.instance import Instance  # imports torch and the SDK: after the environment is set
 
         with self._failures():
             began_s = time.monotonic()

@@ -53,9 +53,8 @@ class PauseDetector:
 
     def __init__(self) -> None:
         self._polled_s = time.monotonic()
-        self._pauses: Deque[Tuple[float, float]] = collections.deque(
-            maxlen=_KEPT_PAUSES
-        )  # (from, to) that do not count
+        # From when to when the time does not count.
+        self._pauses: Deque[Tuple[float, float]] = collections.deque(maxlen=_KEPT_PAUSES)
 
     def poll(self) -> float:
         """Return the seconds since the previous poll that do not count; 0.0 if there was no pause."""
