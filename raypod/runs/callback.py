@@ -47,15 +47,12 @@ class LinesSink(Sink):
     _file: AppendOnlyFile
 
     def sync(self) -> None:
-        """See `Sink.sync`."""
         self._file.sync()
 
     def copy_to(self, folder: Path) -> None:
-        """See `Callback.copy_to`."""
         self._file.copy_to(folder / self._file.path.name)
 
     def close(self) -> None:
-        """See `Sink.close`."""
         self._file.close()
 
 

@@ -71,8 +71,9 @@ class EventLog(Callback):
         except OSError as error:
             raise ConfigError(f"cannot write {self._path}: {error.strerror}") from None
         self._file.end_line()
-        own = {"pid": os.getpid(), "host": socket.gethostname(), **_version()}
-        self._write("process_started", {**own, **self._plan})
+        installed = raypod_version()
+        package = {"raypod": installed} if installed else {}
+        self._write("process_started", {"pid": os.getpid(), "host": socket.gethostname(), **package, **self._plan})
         self._sync()
         self._stack.enter_context(on_abort(self._write_end))
         return self
@@ -163,11 +164,6 @@ def raypod_version() -> Optional[str]:
         return version("raypod")
     except PackageNotFoundError:
         return None
-
-
-def _version() -> Dict[str, str]:
-    found = raypod_version()
-    return {"raypod": found} if found else {}
 
 
 ROUTINE = frozenset(("epoch_done", "evaluation_done", "checkpoint_saved"))  # a healthy run has them again and again

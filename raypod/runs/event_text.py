@@ -62,20 +62,8 @@ def _run_started(record: Record) -> str:
     return f"{where}generation {record['generation']}, from update {record['first_update']}{line}"
 
 
-def _phase_begun(record: Record) -> str:
-    return f"{record['phase']} after update {record['update']}"
-
-
 def _metrics(record: Record) -> str:
     return ", ".join(f"{name} {_number(value)}" for name, value in record["metrics"].items())
-
-
-def _evaluation_done(record: Record) -> str:
-    return f"{_metrics(record)} after update {record['update']} on {record['samples']} samples"
-
-
-def _epoch_done(record: Record) -> str:
-    return f"epoch {record['epoch']}: {_metrics(record)}"
 
 
 def _checkpoint_saved(record: Record) -> str:
@@ -151,10 +139,12 @@ TEXTS: Dict[str, Callable[[Record], str]] = {
     "process_interrupted": _process_ended,
     "process_preempted": _process_ended,
     "run_started": _run_started,
-    "phase_begun": _phase_begun,
+    "phase_begun": lambda record: f"{record['phase']} after update {record['update']}",
     "checkpoint_begun": lambda record: f"after update {record['update']}",
-    "evaluation_done": _evaluation_done,
-    "epoch_done": _epoch_done,
+    "evaluation_done": lambda record: (
+        f"{_metrics(record)} after update {record['update']} on {record['samples']} samples"
+    ),
+    "epoch_done": lambda record: f"epoch {record['epoch']}: {_metrics(record)}",
     "checkpoint_saved": _checkpoint_saved,
     "checkpoint_failed": _checkpoint_failed,
     "instance_lost": _instance_lost,

@@ -85,12 +85,10 @@ class MediaFolder(Sink):
             keep_until(self._folder / LIST, update)
 
     def sync(self) -> None:
-        """See `Sink.sync`."""
         if self._list is not None:
             self._list.sync()
 
     def close(self) -> None:
-        """See `Sink.close`."""
         before, self._list = self._list, None
         if before is not None:
             before.close()

@@ -1,4 +1,4 @@
-"""Aggregate the reports of all instances into one record per update, and read the lines of `metrics.jsonl`.
+"""Aggregate the reports of all instances into one record per update, and write and read `metrics.jsonl`.
 
 Values of replicas are combined by exact summation, so that the loss of an update does not depend on how the replicas
 are distributed over instances. `metrics.jsonl` holds every update; the progress bar and the summary derive from it.
@@ -6,8 +6,6 @@ The metrics of an epoch are ratios of the sums over its updates, which checkpoin
 
 The reports of several instances arrive in any order, so that the reports of two calls may complete within a millisecond
 of each other. The time between them says nothing about the speed; the time of all calls of a second does.
-
-The lines of `metrics.jsonl` and `evaluations.jsonl`: an update or an evaluation, written and read in one place.
 """
 
 from __future__ import annotations

@@ -177,14 +177,10 @@ class Progress(Reporter):
         known = [] if event.learning_rate is None else [f"lr={event.learning_rate:.3g}"]
         return [*results, *known, *(f"{rate:.0f} {name.replace('_per_s', '/s')}" for name, rate in rates.items())]
 
-    def _time_left(self) -> Optional[str]:
-        left_s = self._remaining.left_s
-        return None if left_s is None else f"{tqdm.format_interval(left_s)} left"
-
     def _fitting(self, event: UpdateDone, room: int) -> str:
         """Return the remaining time and the figures; metrics after the first are left out until they fit."""
-        left, figures = self._time_left(), self._figures(event)
-        parts = [*([left] if left else []), *figures]
+        left_s, figures = self._remaining.left_s, self._figures(event)
+        parts = [*([] if left_s is None else [f"{tqdm.format_interval(left_s)} left"]), *figures]
         first = len(parts) - len(figures) + 1
         while len(parts) > first + 1 and len(", ".join(parts)) > room:
             del parts[first]

@@ -179,12 +179,10 @@ class LatestDetails(Sink):
                 self._is_warned = True
 
     def drop_after(self, update: int) -> None:
-        """See `Sink.drop_after`."""
         if self._path.is_file() and update_of(self._path.read_bytes()) > update:
             self._path.unlink(missing_ok=True)
 
     def copy_to(self, folder: Path) -> None:
-        """See `Callback.copy_to`."""
         if self._path.is_file():
             replace_file(folder / TEST, self._path.read_bytes())
 

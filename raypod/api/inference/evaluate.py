@@ -16,7 +16,7 @@ from raypod.api.inference.checkpoints import PathLike, Weights
 from raypod.errors import ConfigError, RunError
 from raypod.plan.plan import Plan
 from raypod.runs.predictions import check_format, write
-from raypod.runtime.coordinator.evaluated import Evaluated, evaluate_now
+from raypod.runtime.coordinator.evaluated import Evaluated, combined
 from raypod.runtime.coordinator.same_data import check_same_data
 from raypod.runtime.coordinator.stop import Stop, stop_on_signal
 from raypod.runtime.workers.choice import fleet_for
@@ -90,7 +90,7 @@ def measure(plan: Plan, several: Sequence[Weights]) -> Tuple[List[Evaluated], st
         results = []
         for weights in several:
             fleet.call("load_weights", _packed(weights))
-            results.append(evaluate_now(fleet, plan))
+            results.append(combined(plan, fleet, fleet.call("evaluate")))
         return results, started[0].device
 
 

@@ -145,7 +145,8 @@ class CheckpointSchedule:
         self._begun_s = time.monotonic()
         if checkpoint is not None:
             self._metrics.know_epoch_sums(checkpoint.update, checkpoint.manifest.epoch_sums)
-        if checkpoint is not None and _is_in(checkpoint, self._plan.run_dir):
+        own = storage.checkpoints_folder(self._plan.run_dir).resolve()
+        if checkpoint is not None and checkpoint.path.parent.resolve() == own:
             try:
                 storage.make_newest(checkpoint, generation)
             except OSError as error:
@@ -247,10 +248,6 @@ class CheckpointSchedule:
                 hint = f"continue from {self.last.path} with --resume {self._plan.run_dir}"
                 raise CheckpointNotSaved(report.path, str(report.error), hint)
             yield self.record(report)
-
-
-def _is_in(checkpoint: Checkpoint, run_dir: str) -> bool:
-    return checkpoint.path.parent.resolve() == storage.checkpoints_folder(run_dir).resolve()
 
 
 def next_generation(plan: Plan, resumed: Optional[Checkpoint]) -> int:

@@ -164,7 +164,7 @@ class _Training:
         recovery: Recovery,
         evaluations: Evaluations,
         stop: Stop,
-        elastic: Optional[Elastic] = None,
+        elastic: Optional[Elastic],
     ) -> None:
         self._plan, self._fleet, self._metrics, self._schedule = plan, fleet, metrics, schedule
         self._recovery, self._evaluations, self._stop, self._elastic = recovery, evaluations, stop, elastic
@@ -284,10 +284,10 @@ class Evaluations:
         fleet: Fleet,
         schedule: CheckpointSchedule,
         earlier_evaluations: Sequence[EvaluationDone],
-        stop: Optional[Stop] = None,
+        stop: Stop,
     ) -> None:
         """`earlier_evaluations` holds the evaluations that the run had made before it was resumed."""
-        self._plan, self._fleet, self._schedule, self._stop = plan, fleet, schedule, stop or Stop()
+        self._plan, self._fleet, self._schedule, self._stop = plan, fleet, schedule, stop
         self.warnings = InstanceWarnings(plan)  # also those of the training: each is an event once in a run
         self.divergence = Divergence(plan)
         self._evaluations = {each.update: each for each in earlier_evaluations}

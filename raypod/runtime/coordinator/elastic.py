@@ -138,11 +138,6 @@ class Elastic:
         usable = [each for each in room if each.host not in self._skipped]
         return largest_fit(self._full, usable, self._policy.uses_partition)
 
-    def _roll_back_to(self, update: int) -> Iterator[Event]:
-        updates = self._metrics.rollback_to(update, time.monotonic())
-        yield from self._metrics.take_calls()
-        yield from updates
-
     def _resize_until_done(
         self, cause: str, began_s: float, gone: Optional[HostLost], resets: Resets
     ) -> Iterator[Event]:
@@ -194,7 +189,7 @@ class Elastic:
         checkpoint, damaged = restart_point(plan.run_dir, self._resumed)
         update = checkpoint.update if checkpoint else 0
         self._schedule.rollback_to(checkpoint)
-        yield from self._roll_back_to(update)
+        yield from self._kept.go_to(update)
         hosts = [spec.host for spec in plan.placement.instances]
         event = resized(plan, self.plan.geometry.total_replicas, update, hosts, cause)
         self.plan = plan

@@ -31,11 +31,6 @@ class Evaluated:
     details: Optional[Mapping[str, Any]] = None
 
 
-def evaluate_now(fleet: Fleet, plan: Plan) -> Evaluated:
-    """Evaluate the current weights of all instances."""
-    return combined(plan, fleet, fleet.call("evaluate"))
-
-
 def combined(plan: Plan, fleet: Fleet, reports: Sequence[EvaluationReport]) -> Evaluated:
     """Return what the reports of all instances say together. Instance 0 computes what depends on all predictions.
 

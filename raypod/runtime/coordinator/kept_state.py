@@ -52,11 +52,10 @@ class KeptState:
         metrics: MetricsAggregator,
         schedule: CheckpointSchedule,
         snapshots: Snapshots,
-        elsewhere: Optional[Elsewhere] = None,
+        elsewhere: Elsewhere,
     ) -> None:
         self._plan, self._fleet, self.metrics, self.schedule = plan, fleet, metrics, schedule
-        self.snapshots = snapshots
-        self._elsewhere = elsewhere or Elsewhere(plan)
+        self.snapshots, self._elsewhere = snapshots, elsewhere
         self.lost: Set[int] = set()
 
     def lose_all(self) -> None:
@@ -90,7 +89,7 @@ class KeptState:
             return
         snapshot = self.newest_snapshot(self.schedule.last.update if self.schedule.last is not None else -1)
         if snapshot is not None:
-            yield from self._go_to(snapshot.update)
+            yield from self.go_to(snapshot.update)
             yield from self.schedule.save_by(functools.partial(self.snapshots.save, snapshot), snapshot.update)
 
     def _save_held(self, folder: Optional[Path]) -> Iterator[Event]:
@@ -134,10 +133,11 @@ class KeptState:
             self.metrics.add_lost_reports(reports or ())
         if 0 in holders and folder is None:
             yield from map(self.schedule.record, self._fleet.call_on((0,), "finish_saves")[0])
-        yield from self._go_to(positions[root])
+        yield from self.go_to(positions[root])
         yield from self.schedule.save_on(self._fleet, root, positions[root], folder)
 
-    def _go_to(self, update: int) -> Iterator[Event]:
+    def go_to(self, update: int) -> Iterator[Event]:
+        """Continue the metrics after `update`; yield the events of the calls and updates before it."""
         updates = self.metrics.rollback_to(update, time.monotonic())
         yield from self.metrics.take_calls()
         yield from updates
@@ -149,13 +149,11 @@ def newest(positions: Dict[int, int]) -> Optional[int]:
     return min(trained, key=lambda index: (-trained[index], index)) if trained else None
 
 
-# A folder on another disk of this host, for the newest state of a run whose run folder cannot take it any more.
-#
-# It has what a run folder has, and is passed on to the places that keep the run besides its folder: `api/training.py`.
-
-
 class Elsewhere:
-    """The other folder of one run; it is created when it is needed.
+    """A folder on another disk of this host, for the newest state of a run whose run folder cannot take it any more.
+
+    It is created when it is needed, has what a run folder has, and is passed on to the places that keep the run besides
+    its folder: `api/training.py`.
 
     Attributes:
         is_wanted: the run has another place, `--storage-path` or `--checkpoint-copies`.

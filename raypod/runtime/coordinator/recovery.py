@@ -265,9 +265,7 @@ class Recovery:
         self._kept.snapshots.begin()
         if 0 in replaced:
             self._schedule.use_new_writer(self._fleet)
-        updates = self._metrics.rollback_to(update, time.monotonic())
-        yield from self._metrics.take_calls()
-        yield from updates
+        yield from self._kept.go_to(update)
         self._schedule.generation += 1
         hosts, new = self._fleet.hosts(), tuple(sorted(replaced))
         new_hosts = tuple(hosts[index] for index in new)

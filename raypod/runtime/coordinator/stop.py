@@ -126,7 +126,8 @@ class Stop:
 
     def leave(self) -> NoReturn:
         """End the run without its last checkpoint, as its stop was requested. KeyboardInterrupt, or Preempted."""
-        self._interrupt()
+        self._raised = self._interruption()
+        raise self._raised
 
     def on_signal(self, number: int, frame: Optional[FrameType]) -> None:
         """Handle a signal that requests a stop."""
@@ -135,14 +136,14 @@ class Stop:
             leave_terminal()
         if self._is_late:
             if self._mode in (_AT_ONCE, _DEFERRED):
-                self._interrupt()
+                self.leave()
             return
         if self._filter.is_copy():
             return
         if number in self._notices and self._is_handled_notice():
             return
         if self.is_signalled or self._mode in (_AT_ONCE, _ENDING):
-            self._interrupt()
+            self.leave()
         self.requested = self.is_signalled = True
         if self.must_leave and self._mode == _DEFERRED:
             self.abandon_loading()
@@ -173,10 +174,6 @@ class Stop:
         interruption = self._interruption()
         assert isinstance(interruption, Preempted), "is_preempted was set"
         abort(interruption)
-
-    def _interrupt(self) -> NoReturn:
-        self._raised = self._interruption()
-        raise self._raised
 
     def _interruption(self) -> KeyboardInterrupt:
         if not self.is_preempted:

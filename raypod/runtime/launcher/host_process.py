@@ -231,15 +231,12 @@ class OutputPump:
     def take(self, within_s: float) -> HostReport:
         """Return what arrived since the last call; wait at most `within_s` for something to arrive."""
         with self._changed:
-            self._changed.wait_for(self._has_news, within_s)
+            self._changed.wait_for(lambda: self._chunks or self._ends or self._has_new_state or self._is_done, within_s)
             chunks = tuple((instance, stream, bytes(data)) for instance, stream, data in self._chunks)
             ends = tuple(self._ends)
             self._chunks, self._ends, self._bytes, self._has_new_state = [], [], 0, False
             self._changed.notify_all()
             return HostReport(chunks, ends, self._is_output_closed, self._is_done)
-
-    def _has_news(self) -> bool:
-        return bool(self._chunks or self._ends) or self._has_new_state or self._is_done
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:

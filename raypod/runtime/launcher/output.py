@@ -58,10 +58,8 @@ class Output:
 
     def add(self, instance: int, stream: int, data: bytes) -> None:
         """Add bytes of a program. Raise RunError if the log file cannot be written."""
-        view = memoryview(data)
         try:
-            while view:
-                view = view[os.write(self._logs[instance], view) :]
+            _write(self._logs[instance], data)
         except OSError as error:
             raise RunError(f"cannot write {self.log_file(instance)}: {error.strerror}") from None
         self._times[instance].mark()

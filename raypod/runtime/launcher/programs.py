@@ -2,8 +2,6 @@
 
 Later variables override earlier ones: the caller's (with the interpreter's folder first in PATH), those of the
 placement, the partition and the host, `-x`.
-
-Prepare the V-IPU partition of a launch, and remove it afterwards if the launch created it.
 """
 
 from __future__ import annotations
@@ -126,7 +124,9 @@ Say = Callable[[str], None]
 def partition(
     request: Request, placement: Placement, has_ipus: bool, caller: Mapping[str, str], say: Say
 ) -> Iterator[Dict[int, Dict[str, str]]]:
-    """Yield the variables by which each instance finds the partition; empty if no partition is requested.
+    """Prepare the partition; yield the variables by which each instance finds it, empty if none is requested.
+
+    At the end it is removed if the launch has created it.
 
     Raises:
         ClusterError: The partition does not exist, does not fit, or cannot be created.

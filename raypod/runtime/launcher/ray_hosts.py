@@ -27,7 +27,7 @@ _SETTING = "--start-timeout"
 
 
 class RayHosts:
-    """The hosts of a placement, in the order of the placement."""
+    """The hosts of a placement, in the order of the placement. See `supervision.Hosts`."""
 
     def __init__(self, placement: Placement, cluster_file: Optional[str], start_timeout_s: float) -> None:
         self._placement, self._timeout_s, self._logs = placement, start_timeout_s, "none yet"
@@ -115,16 +115,13 @@ class RayHosts:
 
     @property
     def are_done(self) -> bool:
-        """Whether every host has sent its last report."""
         return all(self._done)
 
     def signal(self, number: int) -> None:
-        """Send a signal to all programs."""
         for actor in self._actors:
             actor.signal.remote(number)
 
     def end(self, grace_s: float) -> None:
-        """End all processes of the programs on every host."""
         for actor in self._actors:
             actor.end.remote(grace_s)
 

@@ -105,7 +105,8 @@ class Reaper:
             cause = f"cannot start {error.filename or program['argv'][0]}: {error.strerror}"
             if not is_found and Path(program["working_dir"], program["argv"][0]).is_file():
                 name = program["argv"][0]
-                cause = f"cannot start {name}: it is not on the PATH; run {_command_of(name)}"
+                command = f"python {name}" if name.endswith(".py") else f"./{name}"
+                cause = f"cannot start {name}: it is not on the PATH; run `{command}`"
             self._report_end(index, _NOT_EXECUTABLE if is_found else _NOT_FOUND, cause)
         except (ValueError, subprocess.SubprocessError) as error:
             self._report_end(index, _NOT_EXECUTABLE, f"cannot start {program['argv'][0]}: {error}")
@@ -199,11 +200,6 @@ def _child_setup(reaper: int, cpus: Optional[List[int]]) -> Callable[[], None]:
             os.sched_setaffinity(0, cpus)
 
     return prepare
-
-
-def _command_of(file: str) -> str:
-    """Return the command that runs a file of the working folder."""
-    return f"`python {file}`" if file.endswith(".py") else f"`./{file}`"
 
 
 def _name(number: int) -> str:

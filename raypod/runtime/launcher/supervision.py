@@ -88,9 +88,6 @@ class Signals:
         taken, self._messages = self._messages, []
         return taken
 
-    def _on_message(self, number: int, frame: Optional[FrameType]) -> None:
-        self._messages.append(number)
-
     @contextlib.contextmanager
     def handled(self, record: bool = False) -> Iterator[Signals]:
         """Install the handlers; record signals instead of raising if `record`.
@@ -98,7 +95,8 @@ class Signals:
         Entering it again, as after `ray.init()`, raises a signal whose exception Python has ignored.
         """
         before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
-        before.update({number: signal.signal(number, self._on_message) for number in _MESSAGES})
+        for number in _MESSAGES:
+            before[number] = signal.signal(number, lambda received, frame: self._messages.append(received))
         self._is_recording, was_recording = record, self._is_recording
         try:
             if self._raised is not None:  # Python ignores exceptions in finalizers and other callbacks

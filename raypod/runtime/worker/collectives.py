@@ -16,6 +16,7 @@ import threading
 from typing import Dict, Optional, Tuple, Type
 
 from raypod.errors import ClusterError, SdkError
+from raypod.plan.placement import Placement, partition_conflict
 from raypod.runtime.worker.horovod_proxy import HorovodProxy
 from raypod.system import interfaces
 from raypod.system.interfaces import address_in, interface_of, local_address_to
@@ -39,15 +40,23 @@ def check_available(collectives: str) -> None:
         raise SdkError("--collectives horovod: Horovod with torch support is not installed; use --collectives gloo")
 
 
-def check_host_name(host: str) -> None:
-    """Check that other hosts can connect to an installed Horovod here. `host` is the name of this host in the plan.
+def check_instance(collectives: str, has_ipus: bool, placement: Placement, host: str) -> None:
+    """Check that an instance on this host can join the others. `host` is the name of this host in the plan.
 
     Raises:
-        ClusterError: they cannot, because of the address that the host's own name resolves to.
+        SdkError: as `check_available`.
+        ClusterError: other hosts cannot connect to an installed Horovod here, because of the address that the host's
+            own name resolves to; or the partition does not fit the instances.
     """
-    problem = interfaces.own_horovod_problem() if uses_installed_horovod() else None
+    check_available(collectives)
+    connects = len(placement.hosts) > 1 and uses_installed_horovod()
+    problem = interfaces.own_horovod_problem() if connects else None
     if problem is not None:
         raise ClusterError(f"host {host}: {problem}")
+    partition = placement.cluster.vipu if has_ipus else None
+    conflict = partition_conflict(partition, placement) if partition else None
+    if conflict:
+        raise ClusterError(conflict)
 
 
 def uses_installed_horovod() -> bool:

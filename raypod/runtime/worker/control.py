@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import traceback
-from types import FrameType
 from typing import Iterator, List, Optional
 
 from raypod.errors import CollectiveBroken, WaitTimedOut
@@ -91,15 +90,12 @@ class Heartbeat:
 
     def stack(self) -> str:
         """Return the stack of the working thread as in a traceback; "" before it has started working."""
-        frame = self._frame()
+        frame = sys._current_frames().get(self._thread) if self._thread is not None else None
         return "" if frame is None else "".join(traceback.format_stack(frame))
 
     def waits_for_others(self) -> bool:
         """Return whether the working thread waits for other instances, as far as the SDK knows (`telemetry`)."""
         return self._thread is not None and telemetry.waits_for_others(self._thread)
-
-    def _frame(self) -> Optional[FrameType]:
-        return sys._current_frames().get(self._thread) if self._thread is not None else None
 
 
 def _category(activity: str) -> str:

@@ -21,9 +21,9 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from raypod.errors import ClusterError, summarize_exception
+from raypod.errors import summarize_exception
 from raypod.plan.environment import STARTUP_DIR, device_environment, join_path, placement_environment
-from raypod.plan.placement import Placement, partition_conflict
+from raypod.plan.placement import Placement
 from raypod.runtime.worker import collectives
 from raypod.runtime.worker.collectives import ProcessGroup
 from raypod.runtime.worker.environment import take_cores
@@ -122,14 +122,8 @@ class FunctionProcess:
     def _prepare(self) -> None:
         torchvision_import.install()
         selected = sdk.select(self._setup.device)
-        collectives.check_available(self._setup.collectives)
         placement = self._setup.placement
-        if len(placement.hosts) > 1:
-            collectives.check_host_name(self._spec.host)
-        partition = placement.cluster.vipu if selected.has_ipus else None
-        conflict = partition_conflict(partition, placement) if partition else None
-        if conflict:
-            raise ClusterError(conflict)
+        collectives.check_instance(self._setup.collectives, selected.has_ipus, placement, self._spec.host)
         importlib.import_module("torch").set_num_threads(self._spec.threads_per_replica)
 
     def _call(self, pickled: bytes) -> Outcome:
@@ -137,11 +131,9 @@ class FunctionProcess:
             function, arguments, named = cloudpickle.loads(pickled)
             outcome = Outcome(_pickled_result(function(*arguments, **named)))
         except BaseException as error:  # noqa: BLE001 - a user's function can raise any exception, SystemExit included
-            cause, trace = (
-                summarize_exception(error),
-                "".join(traceback.format_exception(type(error), error, _own(error))),
-            )
-            outcome = Outcome(_pickled_error(error), cause, trace, collectives.caused_by_peer(error))
+            trace = "".join(traceback.format_exception(type(error), error, _own(error)))
+            cause, is_of_peer = summarize_exception(error), collectives.caused_by_peer(error)
+            outcome = Outcome(_pickled_error(error), cause, trace, is_of_peer)
         self._collect_output()
         return outcome
 

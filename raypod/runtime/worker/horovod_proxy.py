@@ -16,30 +16,13 @@ import threading
 import weakref
 from typing import Dict, Optional, Tuple
 
-from typing_extensions import Protocol
-
 from raypod.system.bounded_server import BoundedServer
+from raypod.system.sdk import rendezvous
 
 _LARGEST_VALUE_BYTES = 1 << 20  # Gloo stores the addresses of one rank: some hundred bytes per other rank
 _REQUEST_TIMEOUT_S = 3.0
 _JOIN_TIMEOUT_S = 5.0
 _OK, _BAD_REQUEST, _FORBIDDEN, _NOT_FOUND, _TIMEOUT, _TOO_LARGE, _UNAVAILABLE = 200, 400, 403, 404, 408, 413, 503
-
-
-class Store(Protocol):
-    """A key-value store. Its methods raise RuntimeError once the server is gone."""
-
-    def get(self, key: str) -> Optional[bytes]:
-        """Return the value of a key; None if there is none."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Set the value of a key."""
-
-    def delete(self, key: str) -> bool:
-        """Delete a key; return whether it existed."""
-
-    def close(self) -> None:
-        """Close the connection."""
 
 
 class HorovodProxy:
@@ -50,7 +33,7 @@ class HorovodProxy:
     "/scope/key" and takes the port after the first colon, so the path can be appended to the address.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: rendezvous.StoreClient) -> None:
         """Forward requests to `store`, which is closed with the proxy."""
         self._server = _Server(store)
         port = self._server.server_address[1]
@@ -73,7 +56,7 @@ class _Server(BoundedServer):
     max_clients = 256  # all ranks of the host connect at the same time
     admit_within_s = _REQUEST_TIMEOUT_S
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: rendezvous.StoreClient) -> None:
         self.store, self.secret = store, secrets.token_hex(16)
         super().__init__(("127.0.0.1", 0), _Handler)
         _servers.add(self)

@@ -2,8 +2,6 @@
 
 The environment (POPDIST_*, see plan/environment.py) and the SDK (see system/sdk.py) must be set up before this module
 is imported. The fleet calls its methods; results are returned as records (events.py), and nothing is printed.
-
-Which calls of an instance are profiled, and what it has recorded.
 """
 
 from __future__ import annotations
@@ -110,7 +108,7 @@ class Instance:
             pid=os.getpid(),
             device=self._sdk.device,
             device_line=self._sdk.line + ipu_options.without_effect(plan.config, self._sdk.has_ipus),
-            parameters=model.num_parameters(),
+            parameters=sum(parameter.numel() for parameter in model.network.parameters()),
             seconds=tuple(self._timer.steps),
             data_fingerprint=source.fingerprint,
             versions=versions(),

@@ -20,10 +20,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
-from raypod.errors import ClusterError, CollectiveBroken, ConfigError, DeviceFailed, as_utf8, summarize_exception
+from raypod.errors import CollectiveBroken, ConfigError, DeviceFailed, as_utf8, summarize_exception
 from raypod.events import CallReport, EvaluationReport, HeartbeatReport, InstanceStarted
 from raypod.plan import user_code
-from raypod.plan.placement import partition_conflict
 from raypod.plan.plan import Plan, Segment
 from raypod.runtime.worker import collectives
 from raypod.runtime.worker.environment import instance_environment, take_cores
@@ -162,13 +161,9 @@ class InstanceProcess:
         began = time.monotonic()
         torchvision_import.install()
         selected = self._sdk or sdk.select(self._plan.config.run.device)  # a standby has selected it
-        collectives.check_available(self._plan.config.run.collectives)
-        if len(self._plan.placement.hosts) > 1:
-            collectives.check_host_name(self._plan.placement.instances[self._index].host)
-        partition = self._plan.placement.cluster.vipu if selected.has_ipus else None
-        conflict = partition_conflict(partition, self._plan.placement) if partition else None
-        if conflict:
-            raise ClusterError(conflict)
+        placement = self._plan.placement
+        host = placement.instances[self._index].host
+        collectives.check_instance(self._plan.config.run.collectives, selected.has_ipus, placement, host)
         from raypod.runtime.worker.instance import Instance  # imports torch and the selected SDK
 
         imported_s = time.monotonic() - began

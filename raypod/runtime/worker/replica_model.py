@@ -1,7 +1,4 @@
-"""The model that every replica of an instance runs: network, steps, optimizer, and the average of the weights.
-
-The learning rate and the loss scaling of an update in the optimizer of the device.
-"""
+"""The model of every replica of an instance: network, steps, optimizer with its rates, average of the weights."""
 
 from __future__ import annotations
 
@@ -139,10 +136,6 @@ class ReplicaModel:
     def recorded(self, manifest: Manifest, training: Any) -> Manifest:
         """Return the manifest with the memory format; see `record_memory_format`."""
         return record_memory_format(manifest, self.memory_format(training))
-
-    def num_parameters(self) -> int:
-        """Return the number of scalars in all parameters."""
-        return sum(parameter.numel() for parameter in self.network.parameters())
 
     def call_words(self, update: int, samples_digest: str) -> Tuple[torch.Tensor, ...]:
         """Return the further input of a call after `update` updates if the device keeps its results."""

@@ -52,9 +52,7 @@ class InlineFleet:
         os.environ.update(instance_environment(self._plan, self._plan.placement.instances[0], python_path))
         torchvision_import.install()
         found = sdk.select(self._plan.config.run.device)
-        from raypod.runtime.worker.instance import (
-            Instance,  # after the environment is set: it imports torch and the SDK
-        )
+        from raypod.runtime.worker.instance import Instance  # imports torch and the SDK: after the environment is set
 
         with self._failures():
             began_s = time.monotonic()
@@ -65,13 +63,11 @@ class InlineFleet:
         return self._started
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
-        """See `Fleet.call`."""
         assert self._instance is not None, "start comes first"
         with self._failures(), self._instance.heartbeat.set_activity(method):
             return [getattr(self._instance, method)(*arguments)]
 
     def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        """See `Fleet.run`."""
         assert self._instance is not None
         with self._failures(), contextlib.suppress(_LoadingAbandoned):
             for report in self._instance.run(segment):
@@ -85,7 +81,6 @@ class InlineFleet:
             raise _LoadingAbandoned
 
     def evaluate(self, is_abandoned: Callable[[], bool]) -> Optional[List[EvaluationReport]]:
-        """See `Fleet.evaluate`."""
         assert self._instance is not None, "start comes first"
         with self._failures(), self._instance.heartbeat.set_activity("evaluate"):
             report = self._instance.evaluate(is_abandoned)
@@ -96,27 +91,21 @@ class InlineFleet:
         raise RunError(f"instances {lost} run in this process and cannot be replaced")
 
     def release(self, survivors: Sequence[int]) -> Dict[int, int]:
-        """See `Fleet.release`."""
         return self.call_on(survivors, "leave")
 
     def call_on(self, instances: Sequence[int], method: str, *arguments: Any) -> Dict[int, Any]:
-        """See `Fleet.call_on`."""
         return dict(zip(instances, self.call(method, *arguments)))
 
     def has_room_for(self, instances: Tuple[int, ...], may_share_hosts: bool) -> bool:
-        """See `Fleet.has_room_for`."""
         return False
 
     def hosts(self) -> List[str]:
-        """See `Fleet.hosts`."""
         return [self._plan.placement.instances[0].host]
 
     def started(self) -> List[InstanceStarted]:
-        """See `Fleet.started`."""
         return self._started
 
     def heartbeats(self) -> Dict[int, Beat]:
-        """See `Fleet.heartbeats`."""
         instance = self._instance
         return {} if instance is None else {0: Beat(instance.heartbeat.beat(), time.monotonic())}
 
@@ -140,7 +129,6 @@ class InlineFleet:
         raise RunError(f"the inline fleet starts no process on host {host}")
 
     def draining(self) -> List[str]:
-        """See `Fleet.draining`."""
         return []
 
     def close(self) -> None:
@@ -195,7 +183,6 @@ class InlineServer:
         return getattr(self._served, method)(*arguments)
 
     def result(self, handle: Any, timeout_s: float) -> Any:
-        """See `Server.result`."""
         return handle
 
     def close(self) -> None:

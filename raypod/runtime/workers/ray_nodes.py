@@ -132,8 +132,7 @@ def _is_on(host: Host, node: Dict[str, Any]) -> bool:
 def draining_hosts(placement: Placement, nodes: List[Dict[str, Any]]) -> List[str]:
     """Return the names of the hosts among `nodes` that Ray is draining (`ray drain-node`, or a cloud preemption)."""
     draining = draining_nodes()
-    names = {host_name(placement, node): None for node in nodes if node["NodeID"] in draining}
-    return list(names)
+    return list(dict.fromkeys(host_name(placement, node) for node in nodes if node["NodeID"] in draining))
 
 
 def draining_nodes() -> Set[str]:

@@ -10,10 +10,10 @@ import contextlib
 import functools
 import subprocess
 import time
-from typing import Any, Iterator
+from typing import Any, Dict, Iterator
 
 from raypod.runtime.workers import ray_reaper
-from raypod.runtime.workers.ray_template import Template
+from raypod.runtime.workers.ray_template import Template, replaced
 from raypod.system.process import script_command
 
 _REAPER_S = 10.0  # longer than the reaper takes
@@ -51,12 +51,9 @@ class RayProcesses:
             self._register(process.pid)
             return process
 
-        services.ConsolePopen = start
-        try:
-            with self._template.used_by(services) if self._template else contextlib.nullcontext():
-                yield
-        finally:
-            services.ConsolePopen = before
+        template = self._template.used_by(services) if self._template else contextlib.nullcontext()
+        with replaced(services, ConsolePopen=start), template:
+            yield
 
     def close(self) -> None:
         """Kill what is left of the Ray session, and wait for the reaper, for at most 10 s."""
@@ -80,20 +77,13 @@ def only_needed(ray: Any) -> Iterator[None]:
     These are the autoscaler, the log monitor (logs are not sent to the driver), and the dashboard's server, for whose
     start `ray.init` waits even without a dashboard. They take 1.4 core-seconds while the workers import torch.
     """
-    node = ray._private.node.Node
-    skipped = {
-        "start_monitor": lambda self: None,
-        "start_log_monitor": lambda self: None,
-        "start_api_server": lambda self, **options: setattr(self, "_webui_url", ""),
-    }
-    replaced = {name: getattr(node, name) for name in skipped}
-    for name, method in skipped.items():
-        setattr(node, name, method)
-    try:
+    with replaced(
+        ray._private.node.Node,
+        start_monitor=lambda self: None,
+        start_log_monitor=lambda self: None,
+        start_api_server=lambda self, **options: setattr(self, "_webui_url", ""),
+    ):
         yield
-    finally:
-        for name, method in replaced.items():
-            setattr(node, name, method)
 
 
 @contextlib.contextmanager
@@ -104,7 +94,7 @@ def patient(services: Any, seconds: float) -> Iterator[None]:
     looks once per second, so that it often waits a second too long: it is asked when the raylet is known.
     """
     names = [name for name in ("get_node", "wait_for_node") if hasattr(services, name)]  # the second one until 2.10
-    replaced = {name: getattr(services, name) for name in names}
+    before = {name: getattr(services, name) for name in names}
 
     def get_node(address: str, *more: Any) -> Any:
         deadline = time.monotonic() + seconds
@@ -112,20 +102,19 @@ def patient(services: Any, seconds: float) -> Iterator[None]:
             _wait_for_raylet(services, address, deadline)
         while True:
             try:
-                return replaced["get_node"](address, *more)
+                return before["get_node"](address, *more)
             except RuntimeError:  # the raylet is not known yet
                 if time.monotonic() > deadline:
                     raise
 
-    if "get_node" in replaced:
-        services.get_node = get_node
-    if "wait_for_node" in replaced:
-        services.wait_for_node = functools.partial(replaced["wait_for_node"], timeout=max(_RAY_WAITS_S, seconds))
-    try:
+    patient_ones: Dict[str, Any] = {}
+    if "get_node" in before:
+        patient_ones["get_node"] = get_node
+    if "wait_for_node" in before:
+        timeout_s = max(_RAY_WAITS_S, seconds)
+        patient_ones["wait_for_node"] = functools.partial(before["wait_for_node"], timeout=timeout_s)
+    with replaced(services, **patient_ones):
         yield
-    finally:
-        for name, function in replaced.items():
-            setattr(services, name, function)
 
 
 def _wait_for_raylet(services: Any, address: str, deadline: float) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from raypod.errors import HostLost, summarize_exception
 from raypod.plan.plan import Plan
 from raypod.runtime.workers.ray_nodes import alive_nodes, draining_nodes, host_name, is_in_cluster
-from raypod.runtime.workers.ray_reservation import Reservation, node_affinity
+from raypod.runtime.workers.ray_reservation import Reservation, has_succeeded, node_affinity
 from raypod.runtime.workers.ray_wait import death_reason
 from raypod.system.activity_record import Identity
 from raypod.system.process import process_start_ticks
@@ -141,7 +141,7 @@ class Replacements:
             timeout_s = min(_ACTOR_START_S, self._start_timeout_s) if has_more else self._last_timeout_s
             ready = self._ready(list(probes), timeout_s)
             for ref, (index, replacement) in probes.items():
-                if ref in ready and self._succeeded(ref):
+                if ref in ready and has_succeeded(self._ray, ref):
                     found[index] = replacement
                 else:
                     self._killer.kill_frozen(replacement.actor)
@@ -222,13 +222,6 @@ class Replacements:
         if "IPU" in self._reservation.bundles[host_index] and not may_share:
             options["resources"] = {"IPU": float(placement.sizes.local_ipus)}
         return options
-
-    def _succeeded(self, ref: Any) -> bool:
-        try:
-            self._ray.get(ref)
-        except self._ray.exceptions.RayError:
-            return False
-        return True
 
 
 def _free(

@@ -63,6 +63,15 @@ def node_affinity(node: Dict[str, Any]) -> Dict[str, Any]:
     return {"num_cpus": 0, "scheduling_strategy": strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)}
 
 
+def has_succeeded(ray: Any, ref: Any) -> bool:
+    """Return whether a task or a call of an actor has ended without an error."""
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
 def reserve(ray: Any, placement: Placement, nodes: List[Dict[str, Any]], bound: Tuple[float, str]) -> Reservation:
     """Reserve one bundle on each of `nodes`, all or none. `bound` is a timeout in seconds and the setting it is from.
 
@@ -206,7 +215,7 @@ class HostRoom:
         ready, late = self._ray.wait(list(probes), num_returns=len(probes), timeout=_RESPONSE_S)
         for task in late:
             self._ray.cancel(task, force=True)
-        return [room for task, room in probes.items() if task in ready and self._succeeded(task)]
+        return [room for task, room in probes.items() if task in ready and has_succeeded(self._ray, task)]
 
     def wait(self, is_enough: Callable[[List[Room]], bool], stop_requested: Callable[[], bool]) -> List[Room]:
         """Return the hosts that respond; see `ElasticFleet.wait_for_room`."""
@@ -237,13 +246,6 @@ class HostRoom:
         if not has_ipus:
             return geometry.total_replicas // hosts
         return int(node["Resources"].get("IPU", 0)) // geometry.ipus_per_replica
-
-    def _succeeded(self, task: Any) -> bool:
-        try:
-            self._ray.get(task)
-        except self._ray.exceptions.RayError:
-            return False
-        return True
 
 
 def _respond() -> None:

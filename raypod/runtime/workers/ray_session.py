@@ -25,6 +25,7 @@ from raypod.errors import ClusterError, RunError
 from raypod.plan.placement import Placement
 from raypod.runtime.workers import gcs, ray_admission
 from raypod.runtime.workers.ray_processes import RayProcesses, only_needed, patient
+from raypod.runtime.workers.ray_template import replaced
 from raypod.system.command_line import counted
 from raypod.system.private import ROOT, make_private, read_file_of
 from raypod.system.process import environment_variables
@@ -309,17 +310,14 @@ def _connected_whole(ray: Any) -> Iterator[None]:
     An interrupt in between leaves a core worker that `ray.shutdown` does not know: the process ends by a segfault.
     """
     worker = ray._private.worker
-    replaced = worker.connect
+    before = worker.connect
 
     def connect(*arguments: Any, **options: Any) -> Any:
         with postponed_signals():
-            return replaced(*arguments, **options)
+            return before(*arguments, **options)
 
-    worker.connect = connect
-    try:
+    with replaced(worker, connect=connect):
         yield
-    finally:
-        worker.connect = replaced
 
 
 @contextlib.contextmanager
@@ -328,13 +326,10 @@ def _keep_sigterm_handler(ray: Any) -> Iterator[None]:
 
     Ray also puts a handler in C++ before that of Python, which prints stacks and aborts the process 3 s later.
     """
-    utils = ray._private.utils
-    replaced = utils.set_sigterm_handler
-    utils.set_sigterm_handler = lambda handler: None
     try:
-        yield
+        with replaced(ray._private.utils, set_sigterm_handler=lambda handler: None):
+            yield
     finally:
-        utils.set_sigterm_handler = replaced
         handler = signal.getsignal(signal.SIGTERM)  # None: one in C++ of this program
         if handler is not None and threading.current_thread() is threading.main_thread():  # which can set handlers
             signal.signal(signal.SIGTERM, handler)
@@ -367,13 +362,11 @@ def _silence_worker_deaths(ray: Any) -> None:
         worker._worker_logs_enabled = False
 
 
-# Detects that the head of the Ray cluster is lost, and ends this process.
-#
-# Ray needs its head: calls to it block the main thread, and after a minute Ray ends this process without a message.
-
-
 class HeadWatch:
-    """Sends a request to the GCS every second; `raypod.system.signals` ends this process if it is considered lost."""
+    """Sends a request to the GCS every second; `raypod.system.signals` ends this process if it is considered lost.
+
+    Ray needs its head: calls to it block the main thread, and after a minute Ray ends this process without a message.
+    """
 
     def __init__(self, address: str, name: str, hint: Callable[[], str]) -> None:
         """`address` is HOST:PORT of the GCS; `name` (of what is lost) and `hint()` are for the error message."""

@@ -52,11 +52,8 @@ class Template:
             self._end_with(raylet.pid, logs)
             return raylet
 
-        services.ConsolePopen = start
-        try:
+        with replaced(services, ConsolePopen=start):
             yield
-        finally:
-            services.ConsolePopen = before
 
     def _listen(self, folder: str) -> Optional[str]:
         """Return the path of the socket, at which requests can now come, and wait; None if its path is too long.
@@ -87,6 +84,19 @@ class Template:
         with contextlib.suppress(BrokenPipeError):  # it has ended
             self._process.stdin.write(f"{raylet}\n{logs}\n".encode())
             self._process.stdin.flush()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Within this context, a module or a class of Ray has these attributes in place of its own."""
+    before = {name: getattr(owner, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def _asking(argument: str) -> str:

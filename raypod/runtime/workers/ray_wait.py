@@ -53,9 +53,8 @@ class PauseDetector:
 
     def __init__(self) -> None:
         self._polled_s = time.monotonic()
-        self._pauses: Deque[Tuple[float, float]] = collections.deque(
-            maxlen=_KEPT_PAUSES
-        )  # (from, to) that do not count
+        # From when to when the time does not count.
+        self._pauses: Deque[Tuple[float, float]] = collections.deque(maxlen=_KEPT_PAUSES)
 
     def poll(self) -> float:
         """Return the seconds since the previous poll that do not count; 0.0 if there was no pause."""
@@ -126,7 +125,8 @@ def death_causes(ray: Any, plan: Plan, errors: Dict[int, str]) -> Dict[int, str]
     for index, error in errors.items():
         request = (plan.log_file(index), log_header(plan, index, _field(error, "pid")))
         exceptions[index] = exception_in(*request)
-        node = _node_at(ray, _field(error, "ip")) if exceptions[index] is None else None
+        alive = alive_nodes(ray) if exceptions[index] is None else ()
+        node = next((each for each in alive if each["NodeManagerAddress"] == _field(error, "ip")), None)
         if node is not None:
             read = ray.remote(exception_in).options(**node_affinity(node), max_retries=0)
             tasks[read.remote(*request)] = index
@@ -183,10 +183,6 @@ def exception_in(log_file: str, header: str) -> Optional[str]:
         return None
     text = tail.decode(errors="replace")
     return last_exception(text) or last_fault(text) or ""
-
-
-def _node_at(ray: Any, address: str) -> Optional[Dict[str, Any]]:
-    return next((node for node in alive_nodes(ray) if node["NodeManagerAddress"] == address), None)
 
 
 def _field(error: str, name: str) -> str:

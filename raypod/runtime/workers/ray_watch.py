@@ -91,10 +91,6 @@ class Watch:
         now_s = time.monotonic()
         self._heartbeats.update({index: LastHeartbeat(report, now_s) for index, report in reports.items()})
 
-    def heartbeats(self) -> Dict[int, Optional[HeartbeatReport]]:
-        """Return the last heartbeat of each instance."""
-        return {index: each.report for index, each in self._heartbeats.items()}
-
     def beats(self) -> Dict[int, Beat]:
         """Return the last heartbeat of each instance that has sent one; callable from any thread."""
         latest = dict(self._heartbeats)

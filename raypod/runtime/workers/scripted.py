@@ -23,11 +23,9 @@ class ScriptedFleet:
         self._saves: Tuple[SaveReport, ...] = ()
 
     def start(self) -> List[InstanceStarted]:
-        """See `Fleet.start`."""
         return self.started()
 
     def started(self) -> List[InstanceStarted]:
-        """See `Fleet.started`."""
         hosts = self.hosts()
         return [InstanceStarted(index, hosts[index], 0, "emulated", "scripted", 1, ()) for index in self._instances]
 
@@ -49,7 +47,6 @@ class ScriptedFleet:
         return [script(index) if script else None for index in self._instances]
 
     def run(self, segment: Segment, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        """See `Fleet.run`."""
         for update in range(segment.first_update, segment.end, self._plan.geometry.device_iterations):
             if stop_requested():
                 return
@@ -63,7 +60,6 @@ class ScriptedFleet:
         """See `Fleet.abandon_loading`."""
 
     def evaluate(self, is_abandoned: Callable[[], bool]) -> Optional[List[EvaluationReport]]:
-        """See `Fleet.evaluate`."""
         return None if is_abandoned() else self.call("evaluate")
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
@@ -79,11 +75,9 @@ class ScriptedFleet:
         raise AssertionError("these instances keep no state")
 
     def draining(self) -> List[str]:
-        """See `Fleet.draining`."""
         return []
 
     def has_room_for(self, instances: Tuple[int, ...], may_share_hosts: bool) -> bool:
-        """See `Fleet.has_room_for`."""
         return False
 
     def export_metrics(self, collect: Callable[[], Iterable[Family]], constant: Labels) -> None:
@@ -102,7 +96,6 @@ class ScriptedFleet:
         raise AssertionError("this fleet has no other hosts")
 
     def hosts(self) -> List[str]:
-        """See `Fleet.hosts`."""
         return [spec.host for spec in self._plan.placement.instances]
 
     def heartbeats(self) -> Dict[int, Beat]:

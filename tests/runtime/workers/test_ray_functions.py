@@ -13,8 +13,8 @@ import pytest
 from raypod.errors import ClusterError, FunctionFailed, WaitTimedOut
 from raypod.observe.status.prometheus import COUNTER, GAUGE, HISTOGRAM, NO_LABELS, Family, Labels, Sample
 from raypod.runtime.worker.function_process import STDOUT, Outcome
+from raypod.runtime.workers.ray import RayMetrics
 from raypod.runtime.workers.ray_functions import RayFunctions
-from raypod.runtime.workers.ray_metrics import RayMetrics
 from tests.support.bounded import wait_until
 from tests.support.scripted_ray import NEVER, ActorDied, Ref, ScriptedActor, ScriptedRay, TaskError
 

@@ -20,8 +20,8 @@ import pytest
 from raypod.errors import ClusterError, RunError
 from raypod.plan.cluster import LOCAL, Cluster, Host
 from raypod.plan.placement import Sizes, place
-from raypod.runtime.workers import gcs, ray_admission, ray_processes, ray_server, ray_session
-from raypod.runtime.workers.ray_server import RayServer, serve_here, serve_on
+from raypod.runtime.workers import gcs, ray_admission, ray_processes, ray_session
+from raypod.runtime.workers.ray import RayServer, serve_here, serve_on
 from raypod.runtime.workers.ray_session import HeadWatch, RaySession
 from tests.support.bounded import COMMAND_S
 from tests.support.scripted_ray import NEVER, ActorDied, Ref, ScriptedActor, ScriptedRay, TaskError, node
@@ -422,7 +422,7 @@ def test_errors_of_a_server_are_those_of_its_object_and_of_the_connection(monkey
 def test_a_server_is_on_its_host_and_only_that_of_the_coordinator_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ray, started = ScriptedRay(monkeypatch, node("a"), node("b"), node("c", Alive=False)), []
     ray.start = lambda options, *given: started.append((options, given))
-    monkeypatch.setattr(ray_server, "node_affinity", lambda node: {"node": node["NodeID"]})
+    monkeypatch.setattr("raypod.runtime.workers.ray.node_affinity", lambda node: {"node": node["NodeID"]})
     cluster = Cluster("pod", (Host("first", "a"), Host("second", "b"), Host("gone", "c")))
     serve_here(ray, list, 1)
     serve_on(ray, cluster, "second", list, 2, 3)

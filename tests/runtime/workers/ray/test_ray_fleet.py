@@ -19,9 +19,8 @@ from raypod.plan.placement import Placement, Sizes, place
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
 from raypod.runtime.workers.fleet import FleetBroken
-from raypod.runtime.workers.ray import RayFleet
+from raypod.runtime.workers.ray import RayFleet, serve_here, serve_on
 from raypod.runtime.workers.ray_reservation import Reservation, node_affinity, reserve
-from raypod.runtime.workers.ray_server import serve_here, serve_on
 from raypod.training.tasks.registry import facts_of
 from tests.support.bounded import COMMAND_S, wait_until
 from tests.support.ray_cluster import SECOND_HOST, THIRD_HOST, RayCluster, ray_cluster
