@@ -107,12 +107,10 @@ class CheckpointCopies(Place):
         self._show_messages()
 
     def copy_to(self, folder: Path) -> None:
-        """See `Callback.copy_to`."""
         if self.run_id:
             _write_run_id(folder, self.run_id)
 
     def send_from(self, folder: Path, checkpoint: Path) -> str:
-        """See `Place.send_from`."""
         if self._targets is None:
             return ""
         self._files = folder
