@@ -154,7 +154,7 @@ def _write(run_dir: Path, port: int, token: str) -> Optional[Path]:
         "pid": pid,
         "started_ticks": process_start_ticks(pid) or 0,
         "namespaces": _namespaces(),
-        "run_dir": str(run_dir),
+        "run_dir": os.path.realpath(run_dir),  # by which a reader finds it, however both have named it
         "port": port,
         "token": token,
     }

@@ -207,6 +207,13 @@ def changed(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
+def test_a_run_is_listed_by_its_path_without_links(registry: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with endpoint.registered(tmp_path / "link", 4711, "secret"):
+        (entry,) = endpoint.entries()
+    assert entry.run_dir == str(tmp_path.resolve() / "run")
+
+
 def test_a_folder_that_others_can_read_gets_no_token(registry: Path) -> None:
     registry.mkdir(mode=0o755)
     registry.chmod(0o755)
