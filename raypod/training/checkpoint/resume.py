@@ -286,9 +286,10 @@ def _check_settings(plan: Plan, found: ResumePoint, was_cut_off: bool) -> Resume
     if left < 0 or (left == 0 and not was_cut_off):
         is_scheduled = None not in (settings[LENGTH], manifest.settings.get(LENGTH)) and LENGTH not in allowed
         anyway = f", and --resume-anyway {LENGTH}: the schedule of the learning rate depends on it"
+        is_of_epochs = plan.total_updates == plan.config.training.epochs * plan.updates_per_epoch
         raise ConfigError(
             f"--resume {path}: already at update {found.checkpoint.update} of {plan.total_updates}; "
-            f"set a larger --epochs or --updates{anyway if is_scheduled else ''}"
+            f"set a larger {'--epochs' if is_of_epochs else '--updates'}{anyway if is_scheduled else ''}"
         )
     return found
 

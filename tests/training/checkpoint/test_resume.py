@@ -144,13 +144,15 @@ def test_a_folder_of_runs_or_of_checkpoints_is_an_error_that_names_the_run(
 
 def test_the_message_about_a_finished_training_names_all_that_is_needed_to_continue_it(make: Make) -> None:
     constant = {"lr_schedule": "constant", "epochs": 1}
-    with pytest.raises(ConfigError, match="already at update 44 of 44; set a larger --epochs or --updates$"):
-        find(make, save(make(training=constant), 44).path, training=constant)
+    with pytest.raises(ConfigError, match="already at update 44 of 44; set a larger --epochs$"):
+        find(make, save(make(training=constant), 44).path, training={**constant, "updates": 60})
+    of_40 = {**constant, "updates": 40}
+    refused("40 of 40; set a larger --updates$", find, make, save(make(training=of_40), 40).path, training=of_40)
     path, anyway = save(make(training={"epochs": 1}), 44).path, {"resume_anyway": "total_updates"}
-    both = "set a larger --epochs or --updates, and --resume-anyway total_updates: the schedule"
+    both = "set a larger --epochs, and --resume-anyway total_updates: the schedule"
     refused(both, find, make, path, training={"epochs": 1})
     assert find(make, path, run=anyway, training={"epochs": 2}).checkpoint.update == 44
-    refused("set a larger --epochs or --updates$", find, make, path, run=anyway, training={"epochs": 1})
+    refused("set a larger --epochs$", find, make, path, run=anyway, training={"epochs": 1})
 
 
 @pytest.mark.parametrize(
