@@ -1,4 +1,4 @@
-"""The text of each event of `events.jsonl`, for the logs, the monitor and the report: one table.
+"""The text of each event of `events.jsonl`, for the logs, the monitor, the report and the status: one table.
 
 `progress.py` has the lines of the console."""
 
