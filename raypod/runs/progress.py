@@ -121,8 +121,8 @@ class Progress(Reporter):
         return isinstance(event, EvaluationDone) and event.update >= self._plan.total_updates
 
     def _style_of(self, event: Event) -> Optional[str]:
-        if isinstance(event, EvaluationDone):
-            return "bold" if event.update >= self._plan.total_updates else None
+        if self._is_final(event):
+            return "bold"
         styles = {InstanceLost: "red", CheckpointFailed: "yellow", Repaired: "green", Resized: "yellow"}
         return styles.get(type(event))
 
