@@ -72,7 +72,6 @@ class Progress(Reporter):
         return self
 
     def on_event(self, event: Event) -> None:
-        """Show one event."""
         super().on_event(event)
         self._remaining.add(event)
         if isinstance(event, UpdateDone):

@@ -104,7 +104,6 @@ class TrackerRecord:
         return Steps(self.training, self.test, self.media)
 
     def at_start(self) -> TrackerRecord:
-        """See `companion.State`."""
         return dataclasses.replace(self, error="", is_complete=False)
 
 
