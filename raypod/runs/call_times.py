@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import bisect
 import collections
-import itertools
 import math
 import statistics
 import threading
 import time
-from typing import Any, Deque, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Deque, Dict, Optional, Sequence, Set
 
 from raypod.events import CallDone, CallTimes, Event, Repaired, RunEnded, RunStarted
 
@@ -199,11 +198,6 @@ def busy_ratios(busy_s: Dict[int, Optional[float]]) -> Dict[int, float]:
         return {}
     median = statistics.median(known.values())
     return {index: value / median for index, value in known.items()} if median > 0 else {}
-
-
-def cumulative_buckets(buckets: Sequence[int]) -> List[Tuple[float, int]]:
-    """Return (upper bound in seconds, calls up to it) of `RecentCalls.buckets`; the last bound is infinite."""
-    return list(zip((*BUCKETS_S, math.inf), itertools.accumulate(buckets)))
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, BinaryIO, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from raypod.system.files import parse_json
 
@@ -106,6 +106,18 @@ def last_lines(path: Path) -> Iterator[LastLine]:
                     yield LastLine(line, end)
                 end -= len(line)
             tail = found[0]
+
+
+def line_begin(file: BinaryIO, offset: int) -> int:
+    """Return the offset of the line that contains the byte at `offset`, which is after the last newline before it."""
+    while offset > 0:
+        size = min(_TAIL_BYTES, offset)
+        file.seek(offset - size)
+        at = file.read(size).rfind(b"\n")
+        if at >= 0:
+            return offset - size + at + 1
+        offset -= size
+    return 0
 
 
 def parse_records(lines: List[bytes]) -> List[Dict[str, Any]]:

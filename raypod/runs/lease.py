@@ -383,8 +383,7 @@ class Lease:
     def abandon(self) -> None:
         """End the lease of a process that ends at once: another host can use the folder without a wait."""
         self._has_ended = True
-        with contextlib.suppress(OSError):  # of the disk
-            remove(self._path)
+        remove(self._path)
 
     def _age_s(self) -> float:
         return time.monotonic() - self._renewed_s

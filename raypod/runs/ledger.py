@@ -69,7 +69,6 @@ class Ledger(LinesSink):
         self._sizes = (geometry.num_instances, geometry.total_replicas, geometry.gradient_accumulation)
 
     def on_event(self, event: Event) -> None:
-        """Append the generation or the call of an event, if it has one."""
         if isinstance(event, RunStarted):
             self.begin(event.generation, event.first_update)
         elif isinstance(event, Resized):

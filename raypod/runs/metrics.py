@@ -172,10 +172,11 @@ class MetricsAggregator:
         if self._calls == 1:  # the first call includes the compilation
             self._recent.clear()
         self._recent.add(samples, elapsed_s)
+        data_wait_s = math.fsum(each.data_wait_s for each in reports)
+        call_s = math.fsum(each.call_s for each in reports)
         if self._calls:
             self._timed_samples, self._timed_s = self._timed_samples + samples, self._timed_s + elapsed_s
-            self._data_wait_s += math.fsum(each.data_wait_s for each in reports)
-            self._call_s += math.fsum(each.call_s for each in reports)
+            self._data_wait_s, self._call_s = self._data_wait_s + data_wait_s, self._call_s + call_s
         self._calls += 1
         if self.first_update_s is None:
             self.first_update_s = now_s - self._started_at_s
@@ -184,7 +185,6 @@ class MetricsAggregator:
         times = tuple(CallTimes(each.instance, each.call_s, each.data_wait_s, each.peer_wait_s) for each in reports)
         profiles = tuple(each.profile for each in reports if each.profile is not None)
         self._completed_calls.append(CallDone(first_update, digests, times, profiles))
-        share = _data_wait_share(reports)
         updates, metrics, training = [], self._plan.task.metrics, self._plan.config.training
         norms = next((each.norms for each in reports if each.norms), ())
         # The optimizer's values change between calls only.
@@ -204,7 +204,7 @@ class MetricsAggregator:
                     samples=update * self._plan.geometry.global_batch_size,
                     samples_per_s=rate,
                     time_s=now_s - self._started_at_s,
-                    data_wait_share=share,
+                    data_wait_share=data_wait_s / call_s if call_s > 0 else 0.0,
                     missing_reports=missing,
                     part_rates=self._plan.task.part_rates(rate),
                     learning_rate=of_schedule,
@@ -242,11 +242,6 @@ class MetricsAggregator:
     def data_wait_share(self) -> float:
         """The share of the calls' time that they wait for data (0..1), without the first call."""
         return self._data_wait_s / self._call_s if self._call_s > 0 else 0.0
-
-
-def _data_wait_share(reports: List[CallReport]) -> float:
-    call_s = math.fsum(report.call_s for report in reports)
-    return math.fsum(report.data_wait_s for report in reports) / call_s if call_s > 0 else 0.0
 
 
 Measured = TypeVar("Measured", UpdateDone, EvaluationDone)

@@ -72,7 +72,6 @@ class Progress(Reporter):
         return self
 
     def on_event(self, event: Event) -> None:
-        """Show one event."""
         super().on_event(event)
         self._remaining.add(event)
         if isinstance(event, UpdateDone):
@@ -121,8 +120,8 @@ class Progress(Reporter):
         return isinstance(event, EvaluationDone) and event.update >= self._plan.total_updates
 
     def _style_of(self, event: Event) -> Optional[str]:
-        if isinstance(event, EvaluationDone):
-            return "bold" if event.update >= self._plan.total_updates else None
+        if self._is_final(event):
+            return "bold"
         styles = {InstanceLost: "red", CheckpointFailed: "yellow", Repaired: "green", Resized: "yellow"}
         return styles.get(type(event))
 

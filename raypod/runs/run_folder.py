@@ -122,7 +122,9 @@ def create(plan: Plan, memory_format: Optional[str] = None) -> None:
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         # The first file: with it the folder counts as a run folder, from which the same command continues.
         replace_file(folder / PLAN, (json.dumps(describe(plan), indent=2) + "\n").encode())
-        _copy_evaluations(plan)
+        evaluations = _evaluations_file(plan)
+        if evaluations != folder / EVALUATIONS and evaluations.is_file():  # early stopping depends on them
+            replace_file(folder / EVALUATIONS, evaluations.read_bytes())
         content = config.to_yaml().encode()
         replace_file(folder / CONFIG, content)
         seal = stored_code.seal_of(content)
@@ -130,13 +132,6 @@ def create(plan: Plan, memory_format: Optional[str] = None) -> None:
             replace_file(folder / SEAL, f"{seal}\n".encode())
     except OSError as error:
         raise ConfigError(f"cannot write into the run folder {folder}: {error.strerror}") from None
-
-
-def _copy_evaluations(plan: Plan) -> None:
-    """Copy the evaluations of the resumed run into another run folder: early stopping depends on them."""
-    source, target = _evaluations_file(plan), Path(plan.run_dir) / EVALUATIONS
-    if source != target and source.is_file():
-        replace_file(target, source.read_bytes())
 
 
 def _evaluations_file(plan: Plan) -> Path:
@@ -210,7 +205,7 @@ def last_update(run_dir: Path) -> Optional[UpdateDone]:
 
 def measured(event_type: Type[Measured], path: Path) -> List[Measured]:
     """Return the updates or evaluations in a file of a run folder, [] without one; truncated lines are skipped."""
-    return events_in(event_type, _records(path))
+    return events_in(event_type, parse_records(path.read_bytes().splitlines()) if path.is_file() else [])
 
 
 def has_lost_checkpoints(folder: Path) -> bool:
@@ -218,21 +213,15 @@ def has_lost_checkpoints(folder: Path) -> bool:
     if not run_state.is_unfinished(folder):
         return False
     try:
-        return any(each.get("event") == "checkpoint_saved" for each in _records(folder / EVENTS))
+        lines = event_log.lines_with(folder / EVENTS, (b'"checkpoint_saved"',))
+        return any(each.get("event") == "checkpoint_saved" for each in lines)
     except OSError:
         return False  # the start of the run says that the file cannot be read
 
 
-def _records(path: Path) -> List[Dict[str, Any]]:
-    return parse_records(path.read_bytes().splitlines()) if path.is_file() else []
-
-
-NAME = "coordinator.log"
-
-
 def log_of(run_dir: Path) -> Path:
     """Return the log file of a detached run's coordinator."""
-    return run_dir / "logs" / NAME
+    return run_dir / LOGS / "coordinator.log"
 
 
 class CoordinatorLogTimes(Callback):

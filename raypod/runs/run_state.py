@@ -137,7 +137,6 @@ class StateFile(Callback):
         self._write(self._state)
 
     def serve_status(self, port: int, token_file: str) -> None:
-        """Publish the status endpoint of this process."""
         self._write(dataclasses.replace(self._state, status_port=port, status_token_file=token_file))
 
     def on_event(self, event: Event) -> None:

@@ -107,7 +107,6 @@ class Sinks(Callback):
                 sink.add(media)
 
     def copy_to(self, folder: Path) -> None:
-        """Copy all files into another run folder. OSError if that fails."""
         for sink in self._sinks:
             sink.copy_to(folder)
 
@@ -147,7 +146,6 @@ class JsonLines(LinesSink):
         self._file.end_line()
 
     def on_event(self, event: Event) -> None:
-        """Append the line of an event of the type."""
         if isinstance(event, self._event_type):
             self._file.write_line(strict_json(line_of(event)))
 
@@ -230,7 +228,6 @@ class TensorBoardWriter(Sink):
         self.sync()
 
     def on_event(self, event: Event) -> None:
-        """Add the points of an event, if it has any."""
         values: Dict[str, float] = {}
         if isinstance(event, UpdateDone):
             values = {**(event.metrics if event.has_results else {}), "samples_per_s": event.samples_per_s}
@@ -272,12 +269,10 @@ class TensorBoardWriter(Sink):
             self._points = [point for point in self._points if point.step <= update]
 
     def sync(self) -> None:
-        """Write all points to the disk, if there is space."""
         with contextlib.suppress(OSError):
             self._flush()
 
     def close(self) -> None:
-        """Close the event file. OSError if points could not be written."""
         self._flush()
         for summary in self._hparams[2:] if self._is_done else ():  # the end of the session
             self._writer.file_writer.add_summary(summary)

@@ -37,10 +37,6 @@ class Order:
     shards: Tuple[int, ...] = ()  # the samples of each, if `window` of them are shuffled together
     window: Optional[int] = None
 
-    def of_epoch(self, epoch: int) -> np.ndarray:
-        """Return the order of an epoch, as `epoch_order`."""
-        return epoch_order(self.seed, epoch, self.train_samples, self.shards, self.window)
-
     @property
     def samples_per_epoch(self) -> int:
         """Number of samples of an epoch: a multiple of the samples per call; the remainder is left out."""
@@ -207,7 +203,8 @@ class _Checker:
             found = (call.epoch, call.position, call.count)
             return [f"{where} has (epoch, position, count) {found}, not {expected}"]
         if epoch != self._epoch:
-            self._epoch, self._samples = epoch, order.of_epoch(epoch)
+            self._epoch = epoch
+            self._samples = epoch_order(order.seed, epoch, order.train_samples, order.shards, order.window)
         faults = []
         seen = self._seen.setdefault(epoch, np.zeros(order.train_samples, dtype=np.int64))
         for instance in range(geometry.num_instances):

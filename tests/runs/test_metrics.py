@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import json
 import math
 import weakref
@@ -28,7 +29,7 @@ from raypod.events import (
 )
 from raypod.plan.metric import ExactSum, Metric
 from raypod.plan.plan import Plan
-from raypod.runs.call_times import CallsByInstance, CallTimesLog, RecentCalls, cumulative_buckets
+from raypod.runs.call_times import BUCKETS_S, CallsByInstance, CallTimesLog, RecentCalls
 from raypod.runs.metrics import MetricsAggregator, RecentThroughput, events_in, flat, line_of
 from raypod.runs.run_folder import last_update
 from raypod.runs.sinks import JsonLines, LatestDetails, TensorBoardWriter
@@ -219,7 +220,7 @@ def test_a_summary_has_the_quantiles_shares_and_buckets_of_the_recent_calls() ->
     calls = RecentCalls()
     for seconds in (0.001, 0.002, 0.3, 1000.0):
         calls.add(CallTimes(0, seconds, 0.0, 0.0))
-    found = dict(cumulative_buckets(calls.buckets))
+    found = dict(zip((*BUCKETS_S, math.inf), itertools.accumulate(calls.buckets)))
     assert [found[bound] for bound in (0.001, 0.0025, 0.25, 0.5, 300.0, float("inf"))] == [1, 2, 2, 3, 3, 4]
 
 

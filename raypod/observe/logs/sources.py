@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Dict, FrozenSet, Iterator, List, Optional, Tuple
 
 from raypod.errors import ConfigError
-from raypod.runs.growing_file import GrowingFile
+from raypod.runs.growing_file import GrowingFile, line_begin
 from raypod.system.log_files import Mark, offset_at, read_marks, time_of
 
 COORDINATOR, EVENTS = "coordinator", "events"  # labels
@@ -135,7 +135,8 @@ def offset_since(log: Path, marks: List[Mark], unix_s: float) -> int:
     facts = log.stat()
     if facts.st_mtime < unix_s:
         return facts.st_size
-    return _line_start(log, offset_at(marks, unix_s))
+    with log.open("rb") as file:
+        return line_begin(file, offset_at(marks, unix_s))
 
 
 def offset_of_tail(log: Path, lines: int) -> int:
@@ -159,17 +160,4 @@ def offset_of_tail(log: Path, lines: int) -> int:
             for _ in range(left):
                 at = block.rfind(b"\n", 0, at)
             return position + at + 1
-    return 0
-
-
-def _line_start(log: Path, offset: int) -> int:
-    """Return the offset of the line that contains the byte at `offset`."""
-    with log.open("rb") as file:
-        while offset > 0:
-            size = min(_BLOCK_BYTES, offset)
-            file.seek(offset - size)
-            at = file.read(size).rfind(b"\n")
-            if at >= 0:
-                return offset - size + at + 1
-            offset -= size
     return 0

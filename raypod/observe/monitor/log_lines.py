@@ -19,16 +19,21 @@ _TAIL_BYTES = 65536  # are read of a file at first
 _KEPT = 1000  # lines
 
 
+def tail_begin(path: Path, tail_bytes: int) -> int:
+    """Return the offset of the last bytes of a file; 0 if it is shorter, or there is none."""
+    try:
+        return max(0, path.stat().st_size - tail_bytes)
+    except OSError:
+        return 0
+
+
 class LogTail:
     """The newest lines of a file, oldest first; empty while it does not exist."""
 
     def __init__(self, path: Path, kept: int = _KEPT, tail_bytes: int = _TAIL_BYTES) -> None:
         self._lines: Deque[str] = collections.deque(maxlen=kept)
-        self._is_cut = False
-        begin = 0
-        with contextlib.suppress(OSError):
-            begin = max(0, path.stat().st_size - tail_bytes)
-            self._is_cut = begin > 0
+        begin = tail_begin(path, tail_bytes)
+        self._is_cut = begin > 0
         self._file = GrowingFile(path, begin, max_bytes=1 << 20)
 
     def lines(self) -> List[str]:
@@ -54,19 +59,15 @@ class LastLines:
 
     def of(self, path: Optional[str], since_s: float = 0.0) -> Optional[str]:
         """Return the last line of a file; None if there is none, or if nothing was written since a Unix time."""
-        if not path or not _is_newer(path, since_s):
+        try:
+            if not path or Path(path).stat().st_mtime < since_s:
+                return None
+        except OSError:
             return None
         tail = self._tails.get(path)
         if tail is None:
             tail = self._tails[path] = LogTail(Path(path), kept=20, tail_bytes=4096)
         return next((clean(line) for line in reversed(tail.lines()) if line), None)
-
-
-def _is_newer(path: str, since_s: float) -> bool:
-    try:
-        return Path(path).stat().st_mtime >= since_s
-    except OSError:
-        return False
 
 
 _FIRST_LINES = 200

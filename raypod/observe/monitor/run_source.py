@@ -15,7 +15,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import psutil
 
 from raypod.events import UpdateDone
-from raypod.observe.monitor.log_lines import LastLines
+from raypod.observe.monitor.log_lines import LastLines, tail_begin
 from raypod.observe.monitor.model import EventLine, Instance, Run, Usage, built
 from raypod.observe.monitor.style import clean
 from raypod.observe.status.endpoint import Entry
@@ -159,15 +159,15 @@ def run_of(snapshot: Snapshot, **more: Any) -> Run:
     Raises:
         TypeError, ValueError, KeyError, AttributeError: the snapshot is something else.
     """
-    if snapshot.get("kind") == "launch":
-        return _launch(snapshot, more)
+    is_launch = snapshot.get("kind") == "launch"
     checkpoints, evaluation = snapshot.get("checkpoints") or {}, snapshot.get("last_evaluation") or {}
     last = checkpoints.get("last") or {}
     fields: Dict[str, Any] = {key: snapshot[key] for key in _COPIED if snapshot.get(key) is not None}
     fields.update(
-        run_dir=str(snapshot["run_dir"]),
-        program=str(snapshot.get("task") or ""),
-        state="starting" if snapshot.get("phase") == "starting" else "running",
+        run_dir=str(snapshot["run_dir"] or ""),
+        kind="launch" if is_launch else "training",
+        program=clean(_command(snapshot)) if is_launch else str(snapshot.get("task") or ""),
+        state="starting" if snapshot.get("phase") == "starting" and not is_launch else "running",
         part_rates=_numbers(snapshot.get("part_rates") or {}),
         metrics=_numbers(snapshot.get("metrics") or {}),
         checkpoint_update=last.get("update"),
@@ -176,35 +176,15 @@ def run_of(snapshot: Snapshot, **more: Any) -> Run:
         evaluation=_numbers(evaluation.get("metrics") or {}),
         evaluation_update=evaluation.get("update"),
         instances=tuple(_instance(each) for each in snapshot.get("instances") or ()),
-        hosts=_hosts(snapshot),
+        hosts={str(name): built(Usage, usage or {}) for name, usage in (snapshot.get("hosts") or {}).items()},
         series=_series(snapshot.get("recent_updates") or {}),
         events=event_lines(snapshot.get("events") or ()),
     )
     return Run(**{**fields, **more})
 
 
-def _launch(snapshot: Snapshot, more: Mapping[str, Any]) -> Run:
-    """Return the programs of `raypod launch` as instances."""
-    command = snapshot.get("command") or ""
-    fields: Dict[str, Any] = {
-        "run_dir": str(snapshot["run_dir"] or ""),
-        "kind": "launch",
-        "program": clean(command if isinstance(command, str) else " ".join(map(str, command))),
-        "state": "running",
-        "instances": tuple(_program(each) for each in snapshot.get("instances") or ()),
-        "hosts": _hosts(snapshot),
-        "events": event_lines(snapshot.get("events") or ()),
-    }
-    copied = ("host", "pid", "user", "phase", "started_unix_s")
-    fields.update({key: snapshot[key] for key in copied if snapshot.get(key) is not None})
-    return Run(**{**fields, **more})
-
-
-def _hosts(snapshot: Snapshot) -> Dict[str, Usage]:
-    return {str(name): built(Usage, usage or {}) for name, usage in (snapshot.get("hosts") or {}).items()}
-
-
 def _instance(content: Mapping[str, Any]) -> Instance:
+    """Return an instance of a training, or a program of a launch."""
     calls, replicas, ipus = (
         content.get("call_s") or {},
         content.get("replicas") or (0, 0),
@@ -213,14 +193,10 @@ def _instance(content: Mapping[str, Any]) -> Instance:
     fields = {key: content[key] for key in _COPIED_INSTANCE if content.get(key) is not None}
     fields.update({key: calls.get(key) for key in _COPIED_CALL})
     fields.update(zip(("first_replica", "num_replicas", "first_ipu", "num_ipus"), (*replicas, *ipus)))
+    if content.get("exit_code") is not None:
+        fields["state"] = f"exit code {content['exit_code']}"
     line = content.get("log_line") or content.get("last_line")  # of a training, of a launch
     return Instance(**fields, log_line=clean(str(line)) if line else None)
-
-
-def _program(content: Mapping[str, Any]) -> Instance:
-    instance = _instance(content)
-    code = content.get("exit_code")
-    return instance if code is None else dataclasses.replace(instance, state=f"exit code {code}")
 
 
 def _numbers(values: Mapping[str, Any]) -> Dict[str, Optional[float]]:
@@ -251,7 +227,7 @@ class RunFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._end = RunEndWatch(folder)
-        self._metrics = GrowingFile(folder / METRICS, _tail_of(folder / METRICS))
+        self._metrics = GrowingFile(folder / METRICS, tail_begin(folder / METRICS, _TAIL_BYTES))
         self._events = GrowingFile(folder / EVENTS)
         self._updates: List[UpdateDone] = []
         self._recent = RecentEvents(_KEPT_EVENTS)
@@ -379,14 +355,8 @@ class RunFiles:
         return {"samples_per_s": tuple(_finite(each.samples_per_s) for each in self._updates), **found}
 
 
-def _tail_of(path: Path) -> int:
-    try:
-        return max(0, path.stat().st_size - _TAIL_BYTES)
-    except OSError:
-        return 0
-
-
 def _command(launch: Mapping[str, Any]) -> str:
+    """Return the command of a launch, from its file or its snapshot."""
     command = launch.get("command") or launch.get("program") or ""
     return command if isinstance(command, str) else " ".join(map(str, command))
 

@@ -11,7 +11,6 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from raypod.observe.monitor.model import Run
-from raypod.runs.call_times import STRAGGLER_RATIO
 from raypod.system.command_line import printable
 
 _BLOCKS, _ASCII_BLOCKS = " ▁▂▃▄▅▆▇█", " _.-:=+*#"
@@ -241,16 +240,6 @@ def of_heartbeat(age_s: Optional[float]) -> str:
 def of_load(share: Optional[float]) -> str:
     """Return the style of a share of a capacity."""
     return "" if share is None or share < 0.8 else WARN if share < 0.95 else BAD
-
-
-def of_ratio(ratio: Optional[float]) -> str:
-    """Return the style of the busy time of an instance over the median."""
-    return BAD if is_straggler(ratio) else ""
-
-
-def is_straggler(ratio: Optional[float]) -> bool:
-    """Return whether an instance is marked as slow."""
-    return ratio is not None and ratio >= STRAGGLER_RATIO
 
 
 def state_of(run: Run) -> str:

@@ -36,6 +36,7 @@ from raypod.observe.monitor.style import (
     sparkline,
     table,
 )
+from raypod.runs.call_times import STRAGGLER_RATIO
 from raypod.runs.event_log import ROUTINE
 from raypod.system.command_line import counted
 
@@ -80,7 +81,7 @@ def head_lines(run: Run, now_s: float, width: int, ascii_only: bool) -> List[Tex
         parts = [
             (style.rate(run), style.TITLE),
             (style.waiting(run), style.of_load(2 * (run.data_wait_share or 0.0))),
-            (f"{run.restarts} restart{'s' * (run.restarts != 1)}", style.WARN if run.restarts else ""),
+            (counted(run.restarts, "restart"), style.WARN if run.restarts else ""),
             (style.last_save(run, now_s), save_style),
             (style.last_evaluation(run), ""),
         ]
@@ -116,23 +117,18 @@ def _spark_lines(run: Run, width: int, ascii_only: bool) -> List[Text]:
     ranges = [_range_of(run.series.get(name, ()), width) for name in names]
     longest = max(map(len, ranges), default=0)
     length = min(_MAX_SPARK, max(0, width - _SPARK_LABEL - 11 - longest - 2))
+    shown = min(length, max((len(run.series.get(name, ())) for name in names), default=0))
     lines = []
     for name, limits in zip(names, ranges):
         label = f"{run.samples_are}/s" if name == "samples_per_s" else name
         values = run.series.get(name, ())
         is_live_rate = name == "samples_per_s" and run.is_active
         newest = run.samples_per_s if is_live_rate else run.metrics.get(name, values[-1] if values else None)
-        spark = sparkline(run.series.get(name, ()), length, ascii_only)
         line = Text(f"{label:<{_SPARK_LABEL}.{_SPARK_LABEL}} {amount(newest):>8}  ")
-        line.append(f"{spark:<{min(length, _spark_width(run, names))}}", style=style.NOTE)
+        line.append(f"{sparkline(values, length, ascii_only):<{shown}}", style=style.NOTE)
         line.append(f"  {limits:>{longest}}", style=style.DIM)
         lines.append(fitted(line, width, ascii_only))
     return lines
-
-
-def _spark_width(run: Run, names: Sequence[str]) -> int:
-    """Return the number of values of the longest series."""
-    return max((len(run.series.get(name, ())) for name in names), default=0)
 
 
 def _range_of(values: Sequence[Optional[float]], width: int) -> str:
@@ -179,8 +175,9 @@ def _state(run: Run, instance: Instance) -> Tuple[str, str]:
 def _ratio(instance: Instance) -> Tuple[str, str]:
     """Return the busy time over the median of all instances; a straggler is marked."""
     ratio = instance.busy_ratio
-    mark = " slow" if style.is_straggler(ratio) else ""
-    return (UNKNOWN if ratio is None else f"{ratio:.2f}x{mark}"), style.of_ratio(ratio)
+    if ratio is None:
+        return UNKNOWN, ""
+    return (f"{ratio:.2f}x slow", style.BAD) if ratio >= STRAGGLER_RATIO else (f"{ratio:.2f}x", "")
 
 
 def _wait_style(instance: Instance) -> str:
@@ -277,7 +274,7 @@ def _run_rows(pod: Pod, selected: Optional[Run], width: int, ascii_only: bool) -
         Column("ETA", [(duration(run.eta_s) if run.is_active else UNKNOWN, "") for run in runs], rank=1, right=True),
         Column("rate", [(style.rate(run), "") for run in runs], rank=2, right=True),
         Column("loss", [(_loss(run), "") for run in runs], rank=2, right=True),
-        Column("restarts", [(_restarts(run), style.WARN) for run in runs], rank=6, right=True),
+        Column("restarts", [(str(run.restarts or ""), style.WARN) for run in runs], rank=6, right=True),
         Column("program", [(run.problem or run.program, _program_style(run)) for run in runs], flexible=True),
     ]
     lines = table(columns, width, ascii_only)
@@ -295,10 +292,6 @@ def _bar(run: Run, ascii_only: bool) -> str:
 
 def _loss(run: Run) -> str:
     return amount(run.metrics["loss"]) if "loss" in run.metrics else ""
-
-
-def _restarts(run: Run) -> str:
-    return str(run.restarts) if run.restarts else ""
 
 
 def _program_style(run: Run) -> str:
@@ -461,8 +454,7 @@ def _log(run: Run, screen: Screen, log: Sequence[str], width: int, ascii_only: b
 def _title(pod: Pod, screen: Screen, width: int, ascii_only: bool) -> Text:
     active = sum(run.is_active for run in pod.runs)
     line = Text.assemble((" raypod monitor ", "reverse"), f"  {pod.name}  ", (screen.view, style.TITLE))
-    counts = f"  {len(pod.hosts)} host{'s' * (len(pod.hosts) != 1)}, {active} run{'s' * (active != 1)} active"
-    line.append(counts)
+    line.append(f"  {counted(len(pod.hosts), 'host')}, {counted(active, 'run')} active")
     run = screen.run(pod)
     if run is not None and len(pod.runs) > 1 and screen.view in (RUN, LOG, EVENTS):
         line.append(f"  run {pod.runs.index(run) + 1} of {len(pod.runs)}", style=style.DIM)

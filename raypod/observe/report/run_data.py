@@ -58,7 +58,6 @@ from raypod.observe.report.timeline import CallWindows, Starts, Timeline
 from raypod.plan import layout
 from raypod.plan.compatibility import with_effect
 from raypod.plan.layout import CONFIG, EVALUATIONS, METRICS, PLAN, SUMMARY, TEST
-from raypod.plan.metric import LOSS, Metric
 from raypod.plan.sections import MAX_REPORT_SAMPLES
 from raypod.plan.unique_keys import UniqueKeyLoader
 from raypod.plan.values import ipus_of
@@ -222,25 +221,16 @@ class RunReader:
 def _with_fewer_errors(test: Dict[str, Any], max_rows: int) -> Dict[str, Any]:
     """Return the content of `test.json` with fewer images of samples if the curves have fewer rows."""
     errors = test.get("errors")
-    return (
-        {**test, "errors": errors[: -(-MAX_REPORT_SAMPLES * max_rows // MAX_ROWS)]}
-        if isinstance(errors, list)
-        else test
-    )
+    most = -(-MAX_REPORT_SAMPLES * max_rows // MAX_ROWS)
+    return {**test, "errors": errors[:most]} if isinstance(errors, list) else test
 
 
 def _state_of(folder: Path, has_died: bool) -> Dict[str, Any]:
     """Return the state of the run, from `state.json` and whether its coordinator has died."""
     state = run_state.read(folder)
     if state is None:
-        return {
-            "state": "unknown",
-            "exit_code": None,
-            "message": "",
-            "update": None,
-            "total_updates": None,
-            "restarts": 0,
-        }
+        unknown = dict.fromkeys(("exit_code", "update", "total_updates"))
+        return {"state": "unknown", "message": "", "restarts": 0, **unknown}
     return {
         "state": _DIED if has_died and not state.has_ended else state.state,
         "exit_code": state.exit_code,
@@ -304,11 +294,9 @@ def _pipeline(
         ipus = ipus_of(splits) if splits else tuple(range(num_ipus))
     except ValueError:  # of a later version
         return None
-    names = (
-        ["the input", *(each.partition("=")[0] for each in splits)]
-        if splits
-        else ["the blocks of the model"] * num_ipus
-    )
+    names = ["the input", *(each.partition("=")[0] for each in splits)]
+    if not splits:
+        names = ["the blocks of the model"] * num_ipus
     execution = str(config.get("training.execution") or "pipelined")
     schedules = compare_strategies([StageCost(1.0, 2.0, 1.0, ipu) for ipu in ipus], accumulation)
     schedule = schedules.get(execution)
@@ -356,12 +344,7 @@ def _best(points: Sequence[Tuple[int, float]], better: Any) -> Tuple[Optional[in
     """Return the update and the value of the best point, the first of equal ones."""
     if not points or better not in ("lower", "higher"):
         return None, None
-    metric = Metric(LOSS.name, better)
-    best = points[0]
-    for point in points[1:]:
-        if metric.is_better(point[1], best[1]):
-            best = point
-    return best
+    return (min if better == "lower" else max)(points, key=lambda point: point[1])
 
 
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> List[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -123,14 +124,12 @@ def registered(run_dir: Path, port: int, token: str) -> Iterator[Optional[Path]]
     A process that cannot be listed is still found through its run folder.
     """
     path = _write(run_dir, port, token)
-    if path is None:
-        yield None
-        return
-    file = path
     with contextlib.ExitStack() as stack:
-        stack.callback(_unregister, file)
-        stack.enter_context(on_abort(lambda error: _unregister(file)))
-        yield file
+        if path is not None:
+            unregister = functools.partial(_unregister, path)
+            stack.callback(unregister)
+            stack.enter_context(on_abort(lambda error: unregister()))
+        yield path
 
 
 def entries() -> List[Entry]:

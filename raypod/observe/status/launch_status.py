@@ -231,7 +231,6 @@ class LaunchFile:
         self._write(state=RUNNING)
 
     def serve_status(self, port: int, token_file: str) -> None:
-        """Publish the status endpoint of this process."""
         self._write(status_port=port, status_token_file=token_file)
 
     def __enter__(self) -> LaunchFile:

@@ -10,6 +10,7 @@ Metrics as plain data, and their rendering in the Prometheus text format 0.0.4.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple, Union
@@ -20,7 +21,7 @@ from raypod.errors import as_utf8
 from raypod.events import Phase
 from raypod.observe.status.run_status import RunStatus
 from raypod.observe.status.token_server import Response
-from raypod.runs.call_times import BUCKETS_S, RecentCalls, cumulative_buckets
+from raypod.runs.call_times import BUCKETS_S, RecentCalls
 from raypod.runs.event_log import raypod_version
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -64,7 +65,7 @@ class Family(NamedTuple):
 
 def histogram_samples(labels: Labels, calls: RecentCalls) -> List[Sample]:
     """Return the samples of a histogram of the durations of an instance's calls, in seconds."""
-    counts = [count for _, count in cumulative_buckets(calls.buckets)]
+    counts = list(itertools.accumulate(calls.buckets))
     buckets = [Sample(each, count, "_bucket") for each, count in zip(labels.buckets, counts)]
     return [*buckets, Sample(labels, calls.call_s, "_sum"), Sample(labels, counts[-1], "_count")]
 

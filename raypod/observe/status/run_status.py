@@ -59,7 +59,6 @@ class RunStatus(RunView):
         self._recent = RecentEvents(_RECENT_EVENTS)
 
     def on_event(self, event: Event) -> None:
-        """Update the state from an event."""
         super().on_event(event)
         if isinstance(event, UpdateDone):
             self.last_update_unix_s = time.time()

@@ -17,7 +17,7 @@ from raypod.plan.plan import Plan
 from raypod.runs import run_state
 from raypod.runs.callback import Callback
 from raypod.runs.run_state import end_of
-from raypod.system.companion import Companion, read_state
+from raypod.system.companion import Companion
 
 
 class TrackerProcesses(Callback):
@@ -104,7 +104,6 @@ class TrackerRecord:
         return Steps(self.training, self.test, self.media)
 
     def at_start(self) -> TrackerRecord:
-        """See `companion.State`."""
         return dataclasses.replace(self, error="", is_complete=False)
 
 
@@ -116,8 +115,3 @@ def path_of(run_dir: Path, tracker: str) -> Path:
 def file_name(tracker: str) -> str:
     """Return the name of a tracker as a part of a file name."""
     return tracker.replace(":", ".")
-
-
-def read(path: Path) -> TrackerRecord:
-    """Return the content of the file; that of a new tracker without a readable one."""
-    return read_state(path, TrackerRecord())

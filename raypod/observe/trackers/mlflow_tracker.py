@@ -45,12 +45,10 @@ class MlflowTracker:
         return self._run_id
 
     def recorded(self) -> Optional[Steps]:
-        """See `Tracker.recorded`."""
         names = list(self._client.get_run(self._run_id).data.metrics)
         return Steps(*(self._newest(names, group) for group in ("training/", "test/")))
 
     def log(self, points: List[Point]) -> None:
-        """See `Tracker.log`."""
         metrics = [
             self._entities.Metric(name, value, int(point.unix_s * 1000), point.step)
             for point in points
@@ -74,14 +72,12 @@ class MlflowTracker:
         self._client.log_text(self._run_id, text, f"texts/{_key(name)}/{step:08d}.txt")
 
     def add_artifact(self, path: Path, name: str) -> None:
-        """See `Tracker.add_artifact`."""
         if path.is_dir():
             self._client.log_artifacts(self._run_id, str(path), artifact_path=name)
         else:
             self._client.log_artifact(self._run_id, str(path))
 
     def close(self, end: str, facts: Dict[str, str]) -> None:
-        """See `Tracker.close`."""
         for name, value in facts.items():
             self._client.set_tag(self._run_id, f"raypod.{name}", value)
         self._client.set_terminated(self._run_id, _STATUS.get(end, "KILLED"))

@@ -46,12 +46,10 @@ class WandbTracker:
         return Steps(step - 1, -1) if step > 0 else None
 
     def log(self, points: List[Point]) -> None:
-        """See `Tracker.log`."""
         for point in points:
             self._run.log(point.values, step=point.step)
 
     def log_image(self, name: str, path: Path, step: int) -> None:
-        """See `Tracker`."""
         self._run.log({name: self._wandb.Image(str(path))}, step=step)
 
     def log_text(self, name: str, text: str, step: int) -> None:
@@ -59,7 +57,6 @@ class WandbTracker:
         self._run.log({name: self._wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)}, step=step)
 
     def add_artifact(self, path: Path, name: str) -> None:
-        """See `Tracker.add_artifact`."""
         kind = "model" if path.is_dir() else "report"
         artifact = self._wandb.Artifact(f"{self._run.id}-{name.replace('/', '-')}", type=kind)
         if path.is_dir():
@@ -69,6 +66,5 @@ class WandbTracker:
         self._run.log_artifact(artifact)
 
     def close(self, end: str, facts: Dict[str, str]) -> None:
-        """See `Tracker.close`."""
         self._run.summary.update({f"raypod/{name}": value for name, value in facts.items()})
         self._run.finish(exit_code=0 if end == FINISHED else 1)

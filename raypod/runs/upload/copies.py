@@ -21,7 +21,7 @@ import traceback
 import uuid
 from collections import Counter, deque
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Collection, Deque, Dict, Iterator, List, Mapping, Optional, Sequence, Set
+from typing import Any, Callable, Collection, Deque, Dict, Iterator, List, Mapping, Optional, Sequence, Set
 
 from typing_extensions import Protocol
 
@@ -31,6 +31,7 @@ from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.runs import event_log, run_state
 from raypod.runs.callback import Place
+from raypod.runs.growing_file import line_begin
 from raypod.runs.upload.copy_folder import FOLDER, Age, CopyReceiver, Opened
 from raypod.system.command_line import INTERRUPTED, shortened
 from raypod.system.files import FilePart, parse_json, replace_file, strict_json
@@ -420,8 +421,9 @@ def open_source(run_dir: Path, path: Path, folder: Optional[Path] = None) -> Ite
         for name in layout.names("copy"):
             with contextlib.suppress(FileNotFoundError):
                 file = stack.enter_context(((folder or run_dir) / name).open("rb"))
-                size_bytes = _whole_lines(file) if name.endswith(_LINES) else os.fstat(file.fileno()).st_size
-                files[name] = FilePart(file, size_bytes)
+                size_bytes = os.fstat(file.fileno()).st_size
+                # The last line may be one that is being written.
+                files[name] = FilePart(file, line_begin(file, size_bytes) if name.endswith(_LINES) else size_bytes)
         yield Source(run_dir, checkpoint, tensors, files, _interrupted_state(folder or run_dir, checkpoint))
 
 
@@ -467,20 +469,6 @@ def _chunks(part: FilePart, is_abandoned: Callable[[], bool]) -> Iterator[bytes]
         if is_abandoned():
             raise Abandoned
         yield data
-
-
-def _whole_lines(file: BinaryIO) -> int:
-    """Return the size of a file without a last line that is being written."""
-    size = os.fstat(file.fileno()).st_size
-    end = size
-    while end:
-        first = max(0, end - transfer.CHUNK_BYTES)
-        file.seek(first)
-        at = file.read(end - first).rfind(b"\n")
-        if at >= 0:
-            return first + at + 1
-        end = first
-    return 0
 
 
 def _interrupted_state(run_dir: Path, checkpoint: Checkpoint) -> bytes:

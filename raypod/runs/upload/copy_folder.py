@@ -131,7 +131,9 @@ class CopyReceiver:
         before = held_copies(self._folder)
         if before and before[0][0] > age:
             raise FileExistsError(f"it holds a newer copy of this run, of generation {before[0][0][0]}")
-        records = {name: self._record(name) for name in self._names()}
+        paths = (path for path in self._partial.rglob("*") if path.is_file())
+        names = sorted(path.relative_to(self._partial).as_posix() for path in paths)
+        records = {name: self._record(name) for name in names}
         for name, sha256 in expected.items():
             if records.get(name, {}).get("sha256") != sha256:
                 raise ConnectionError(f"the received file {name} differs from the one that was sent")
@@ -171,9 +173,6 @@ class CopyReceiver:
     def _receiver(self) -> CheckpointReceiver:
         assert self._checkpoint is not None, "begin comes first"
         return self._checkpoint
-
-    def _names(self) -> List[str]:
-        return sorted(path.relative_to(self._partial).as_posix() for path in self._partial.rglob("*") if path.is_file())
 
     def _record(self, name: str) -> Dict[str, Any]:
         """Flush a file to disk; return its size and hash, as they are on the disk."""

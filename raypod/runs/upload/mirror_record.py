@@ -49,7 +49,6 @@ class MirrorRecord:
     is_complete: bool = False
 
     def at_start(self) -> MirrorRecord:
-        """See `companion.State`."""
         return MirrorRecord(self.run_id, self.place, self.resumed, self.resumed_generation)
 
     def summary(self, url: str) -> Dict[str, Any]:

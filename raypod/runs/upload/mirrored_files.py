@@ -28,7 +28,7 @@ from raypod.training.checkpoint import storage
 from raypod.training.checkpoint.format import Checkpoint, FileRecord, Retention, checkpoints_to_remove
 from raypod.training.checkpoint.storage import MANIFEST_SHA256
 
-LATEST = f"{CHECKPOINTS}/{storage.LATEST}"
+LATEST = f"{CHECKPOINTS}/{storage.LATEST}"  # the file that names the newest checkpoint
 
 
 class Version(NamedTuple):
@@ -55,13 +55,8 @@ def versions(run_dir: Path) -> Dict[str, Version]:
     found = {}
     for name in names(run_dir):
         with contextlib.suppress(FileNotFoundError):
-            found[name] = version(run_dir / name)
+            found[name] = _version_in((run_dir / name).stat())
     return found
-
-
-def version(path: Path) -> Version:
-    """Return the version of a file. FileNotFoundError if there is none."""
-    return _version_in(path.stat())
 
 
 def _version_in(facts: os.stat_result) -> Version:
@@ -134,11 +129,6 @@ class MirroredFiles:
                 self._index.confirm(name, content)
                 self._done[name] = opened
                 self.uploads += 1
-
-
-def latest_of(run_dir: Path) -> List[str]:
-    """Return the name of the file that names the newest checkpoint, if there is one."""
-    return [LATEST] if (run_dir / LATEST).is_file() else []
 
 
 Sizes = Dict[str, Optional[int]]  # of the files of a folder

@@ -24,7 +24,7 @@ from raypod.plan.layout import STORAGE, SUMMARY
 from raypod.plan.metric import Metric
 from raypod.runs.upload import mirror_record
 from raypod.runs.upload.mirror_record import MirrorRecord, add_to_summary
-from raypod.runs.upload.mirrored_files import MirroredCheckpoints, MirroredFiles, latest_of
+from raypod.runs.upload.mirrored_files import LATEST, MirroredCheckpoints, MirroredFiles
 from raypod.runs.upload.remote_index import PlaceTaken, RemoteIndex
 from raypod.system import files
 from raypod.system.command_line import show
@@ -122,7 +122,7 @@ class RunMirror:
         self._remember(pending=self._pending())
         if is_thorough or self._checkpoints.pending():
             self._checkpoints.sync()
-            self._files.sync(latest_of(self._run_dir))
+            self._files.sync([LATEST])
         self._is_new, self._failed_in_a_row = False, 0
         self._remember(**self._left())
         self._store.is_busy = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import uuid
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, List, Optional
 
 from raypod.plan import layout
 from raypod.runs.upload.mirror_record import MOST_LINE_BYTES
@@ -78,8 +78,7 @@ def from_json(text: bytes) -> Index:
 
 def is_safe(name: str) -> bool:
     """Return whether the name of a file stays within the folder of a run."""
-    parts: Tuple[str, ...] = tuple(name.split("/"))
-    return bool(name) and not name.startswith("/") and not any(part in ("", ".", "..") for part in parts)
+    return not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 class PlaceTaken(StorageError):

@@ -101,8 +101,7 @@ def check(plan: Plan) -> Plan:
     snapshot = remote_run.of_resume(where)
     with _named(snapshot):
         resume.find_checkpoint(_resuming(plan, snapshot.folder), _was_cut_off(snapshot), verify=False)
-    run = plan.config.run.model_copy(update={"resume": None})
-    return dataclasses.replace(plan, config=plan.config.model_copy(update={"run": run}))
+    return _resuming(plan, None)
 
 
 def _copy(snapshot: Snapshot, folder: Path, with_files: bool, add: Callable[[Path], None], log: Log) -> None:
@@ -159,8 +158,8 @@ def _is_run_of(folder: Path, snapshot: Snapshot) -> bool:
     return mirror_record.is_run_of(folder, log)
 
 
-def _resuming(plan: Plan, folder: Path) -> Plan:
-    run = plan.config.run.model_copy(update={"resume": str(folder)})
+def _resuming(plan: Plan, folder: Optional[Path]) -> Plan:
+    run = plan.config.run.model_copy(update={"resume": None if folder is None else str(folder)})
     return dataclasses.replace(plan, config=plan.config.model_copy(update={"run": run}))
 
 

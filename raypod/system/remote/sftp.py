@@ -6,7 +6,7 @@ Uses what `ssh` uses: ~/.ssh/config, the keys in ~/.ssh and those of an agent, a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict
 
 import paramiko
 from fsspec.implementations.sftp import SFTPFileSystem
@@ -18,7 +18,7 @@ class VerifiedSftp(SFTPFileSystem):  # type: ignore[misc] # the base class has n
     """A file system whose server has a key that is known."""
 
     def _connect(self) -> None:
-        given = {name: value for name, value in self.ssh_kwargs.items() if name not in ("skip_instance_cache",)}
+        given = {name: value for name, value in self.ssh_kwargs.items() if name != "skip_instance_cache"}
         configured = _configured(self.host)
         options: Dict[str, Any] = {
             **{f"{name}timeout": _CONNECT_S for name in ("", "banner_", "auth_")},
@@ -29,12 +29,12 @@ class VerifiedSftp(SFTPFileSystem):  # type: ignore[misc] # the base class has n
         }
         self.client = paramiko.SSHClient()
         self.client.load_system_host_keys()
-        for name in _existing(configured.get("userknownhostsfile", "").split()):
-            self.client.load_system_host_keys(name)
-        if configured.get("stricthostkeychecking", "").lower() in ("no", "off", "accept-new"):
-            self.client.set_missing_host_key_policy(paramiko.AutoAddPolicy())
-        else:
-            self.client.set_missing_host_key_policy(paramiko.RejectPolicy())
+        for path in (Path(name).expanduser() for name in configured.get("userknownhostsfile", "").split()):
+            if path.is_file():
+                self.client.load_system_host_keys(str(path))
+        accepts_new = configured.get("stricthostkeychecking", "").lower() in ("no", "off", "accept-new")
+        policy = paramiko.AutoAddPolicy() if accepts_new else paramiko.RejectPolicy()
+        self.client.set_missing_host_key_policy(policy)
         self.client.connect(configured.get("hostname", self.host), **options)
         self.client.get_transport().set_keepalive(_KEEPALIVE_S)
         self.ftp = self.client.open_sftp()
@@ -62,7 +62,3 @@ def _configured(host: str) -> Dict[str, Any]:
     with path.open() as lines:
         config.parse(lines)
     return dict(config.lookup(host))
-
-
-def _existing(names: List[str]) -> List[str]:
-    return [str(path) for path in (Path(name).expanduser() for name in names) if path.is_file()]

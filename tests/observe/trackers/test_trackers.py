@@ -18,7 +18,7 @@ from raypod.observe.trackers.follower import Follower
 from raypod.observe.trackers.tracker import Point, RunFacts, Steps
 from raypod.runs import run_folder
 from raypod.runs.metrics import line_of
-from raypod.system.companion import Input, write_state
+from raypod.system.companion import Input, read_state, write_state
 from raypod.system.redaction import Redaction
 from tests.support import ROOT
 from tests.support.bounded import wait_until
@@ -151,7 +151,7 @@ def test_a_tracker_that_fails_everywhere_gets_every_point_once(tmp_path: Path, m
     process.Session(lambda: Unreliable(calls, failed), tmp_path, 0.0, path).follow(Ended(), "report")
     assert failed == ["open", "recorded", "log", "add_artifact", "close"]
     assert [point.step for point in calls] == [1, 2, 3, 4, 5]
-    assert companions.read(path) == companions.TrackerRecord("id", 5, -1, "", True)
+    assert read_state(path, companions.TrackerRecord()) == companions.TrackerRecord("id", 5, -1, "", True)
     assert process.parameters_of(tmp_path) == {"training.epochs": "3"}
 
 
@@ -162,7 +162,7 @@ def test_the_end_of_the_process_of_an_earlier_start_hides_nothing(make: Any, mon
     path = companions.path_of(Path(plan.run_dir), FAKE)
 
     def seen() -> Any:
-        was_complete.append(companions.read(path).is_complete)
+        was_complete.append(read_state(path, companions.TrackerRecord()).is_complete)
         raise SystemExit
 
     with TrackerProcesses(plan, warnings.append, print, 0.0) as running:
@@ -220,7 +220,7 @@ def test_failures_and_the_death_of_the_coordinator(fake: Path, make: Any, monkey
         running.on_event(RunStarted("emulated", "", 0, 1, ()))
         (child,) = [each.process for each in running._processes]
         assert child is not None
-        assert wait_until(lambda: bool(companions.read(companions.path_of(run_dir, FAKE)).error))
+        assert wait_until(lambda: bool(read_state(companions.path_of(run_dir, FAKE), companions.TrackerRecord()).error))
         running._processes[0]._looked_s = 0.0
         running.on_event(PhaseBegun("training", 1))
         away.unlink()
@@ -245,7 +245,7 @@ def test_a_tracker_whose_process_is_killed_is_started_again(fake: Path, make: An
 
     def has_recorded(number: int) -> bool:
         running.on_event(PhaseBegun("training", 1))
-        return companions.read(path).training == number
+        return read_state(path, companions.TrackerRecord()).training == number
 
     with TrackerProcesses(plan, warnings.append, print, 0.0) as running:
         running.on_event(RunStarted("emulated", "", 0, 1, ()))

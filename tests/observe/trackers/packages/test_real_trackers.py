@@ -14,6 +14,7 @@ import torch
 import raypod
 from raypod.events import UpdateDone
 from raypod.observe.trackers import companions
+from raypod.system.companion import read_state
 
 FLAGS = {"fleet": "inline", "device": "emulated", "model": "tiny", "replicas": 2, "lr_schedule": "constant"}
 
@@ -30,7 +31,7 @@ def run_twice(tmp_path: Path, tracker: str) -> Path:
     flags = {**FLAGS, "tracker": tracker, "tracker_timeout_s": 120, "run_dir": run, "checkpoint_every": "3 updates"}
     raypod.fit(**flags, updates=6, callbacks=log_media)
     raypod.fit(**flags, updates=8, callbacks=log_media, resume=str(run / "checkpoints" / "update-00000003"))
-    assert companions.read(companions.path_of(run, tracker)).is_complete
+    assert read_state(companions.path_of(run, tracker), companions.TrackerRecord()).is_complete
     return run
 
 
@@ -65,7 +66,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / value) if name.endswith("DIR") else value)
     run = run_twice(tmp_path, "wandb")
     files = sorted((run / "wandb").glob("offline-run-*/*.wandb"))
-    run_id = companions.read(companions.path_of(run, "wandb")).run_id
+    run_id = read_state(companions.path_of(run, "wandb"), companions.TrackerRecord()).run_id
     assert {file.stem for file in files} == {f"run-{run_id}"}
     assert [step for file in files for step in steps_in(file)] == list(range(1, 9))
     assert len(list(run.glob("wandb/offline-run-*/files/media/images/samples/*.png"))) == 4
