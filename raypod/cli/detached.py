@@ -205,11 +205,6 @@ def attach(run_dir: Path) -> int:
     return end.exit_code
 
 
-def announce_preemption(run_dir: Path) -> int:
-    """Stop a run as `stop`, as the preemption of its machine does: docs/how-to/preemption.md."""
-    return stop(run_dir, number=signal.SIGUSR1)
-
-
 def stop(run_dir: Path, within_s: float = 900.0, number: int = signal.SIGINT) -> int:
     """Stop a run after the current call, with a checkpoint; a second stop ends it at once. Return 0 when it has ended.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
 import sys
 from argparse import Namespace
@@ -102,8 +103,10 @@ def _control(verb: str, args: Namespace) -> int:
     from raypod.cli import detached
 
     actions = {"status": detached.status, "attach": detached.attach, "stop": detached.stop}
-    action = detached.announce_preemption if getattr(args, "preemption", False) else actions[verb]
-    return action(_run_folder(verb, args.run))
+    folder = _run_folder(verb, args.run)
+    if getattr(args, "preemption", False):
+        return detached.stop(folder, number=signal.SIGUSR1)
+    return actions[verb](folder)
 
 
 def _run_folder(verb: str, name: str) -> Path:

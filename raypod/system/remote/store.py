@@ -147,7 +147,7 @@ class Store:
     def _writing(self, path: str, part_bytes: int) -> Iterator[Any]:
         """Open a file for writing. After an error, an object store keeps nothing of it."""
         if not self._is_object_store:
-            self._make_folder(path.rpartition("/")[0])
+            self._connected().makedirs(path.rpartition("/")[0], exist_ok=True)
         output = self._connected().open(path, "wb", block_size=part_bytes)
         try:
             yield output
@@ -159,10 +159,6 @@ class Store:
             raise
         output.close()
         self.progress_s = time.monotonic()
-
-    def _make_folder(self, path: str) -> None:
-        file_system = self._connected()
-        file_system.makedirs(path, exist_ok=True)
 
     def _rename(self, source: str, target: str) -> None:
         """Replace `target` by `source` in one step."""
