@@ -356,11 +356,9 @@ class _BackgroundProcess:
         """It has begun."""
 
     def poll(self) -> Optional[int]:
-        """Return its exit code; None while it runs."""
         return self._process.poll()
 
     def leave(self) -> None:
-        """Leave it to itself."""
         self._process.returncode = 0  # prevents Popen's ResourceWarning: the process continues on purpose
 
 
@@ -406,7 +404,6 @@ class RayJob:
         self._close()
 
     def poll(self) -> Optional[int]:
-        """Return its exit code; None while it runs."""
         if process_start_ticks(self.pid) == self._started_ticks:
             return None
         deadline = time.monotonic() + _END_S

@@ -398,7 +398,7 @@ def _ports(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         yield Finding(TROUBLE, host, "ports", f"{port} is in use by {owner}{of_cluster}", hint)
     others = sum(1 for mark in facts["clusters"] if mark != cluster.name)
     if others:
-        text = f"{others} other Ray cluster{'s' if others > 1 else ''} on this host"
+        text = f"{counted(others, 'other Ray cluster')} on this host"
         yield Finding(WARN, host, "ports", text, "`raypod up` and `down` do not affect other clusters")
     if not taken:
         yield Finding(OK, host, "ports", "in use by this cluster" if ours else f"{len(expected.ports)} free")

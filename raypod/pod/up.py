@@ -50,7 +50,6 @@ _SOURCE = "~/raypod/source/raypod"  # where the cluster files of this repository
 
 
 def up_parser() -> FlagParser:
-    """Return the parser of `raypod up`."""
     parser = _parser(_up, "up", "Start Ray on all hosts of a cluster file, and wait until all have joined.")
     parser.add_argument(
         "--wait-hosts", type=float, default=120.0, metavar="S", help="timeout for all hosts to join [120]"
@@ -131,7 +130,6 @@ def _contains(folder: Path, path: Path) -> bool:
 
 
 def down_parser() -> FlagParser:
-    """Return the parser of `raypod down`."""
     return _parser(_down, "down", "Stop Ray on all hosts of a cluster file.")
 
 

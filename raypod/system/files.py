@@ -197,7 +197,6 @@ class AppendOnlyFile:
         return bool(self._unwritten)
 
     def write(self, data: bytes) -> None:
-        """Append bytes."""
         self._unwritten += data
         self._drain()
         if len(self._unflushed) >= _MOST_UNFLUSHED_BYTES:
