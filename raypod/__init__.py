@@ -34,26 +34,17 @@ from raypod.errors import (
 )
 
 if TYPE_CHECKING:
-    from raypod.api.fit import STOP as STOP
-    from raypod.api.fit import Stream as Stream
-    from raypod.api.fit import fit as fit
-    from raypod.api.fit import stream as stream
-    from raypod.api.functions import run as run
-    from raypod.api.media import log_image as log_image
-    from raypod.api.media import log_text as log_text
+    from raypod.api.fit import STOP, Stream, fit, stream
+    from raypod.api.functions import run
+    from raypod.api.media import log_image, log_text
     from raypod.api.ray_tune import Trainable as Trainable
-    from raypod.api.result import Interrupted as Interrupted
-    from raypod.api.result import Result as Result
-    from raypod.plan.config import Config as Config
-    from raypod.plan.config import TaskOptions as TaskOptions
-    from raypod.plan.metric import Metric as Metric
-    from raypod.training.data.samples import Arrays as Arrays
-    from raypod.training.data.samples import pad_collate as pad_collate
-    from raypod.training.data.tables import from_hf as from_hf
-    from raypod.training.data.tables import from_parquet as from_parquet
-    from raypod.training.data.tables import from_ray_data as from_ray_data
-    from raypod.training.tasks.classification import classification_details as classification_details
-    from raypod.training.tasks.task import Task as Task
+    from raypod.api.result import Interrupted, Result
+    from raypod.plan.config import Config, TaskOptions
+    from raypod.plan.metric import Metric
+    from raypod.training.data.samples import Arrays, pad_collate
+    from raypod.training.data.tables import from_hf, from_parquet, from_ray_data
+    from raypod.training.tasks.classification import classification_details
+    from raypod.training.tasks.task import Task
 
 _MODULES = {  # of the names that are imported when they are used
     name: f"raypod.{module}"

@@ -37,7 +37,6 @@ def _table(results: Sequence[Dict[str, Any]]) -> str:
 
 
 def _charts(run: Dict[str, Any]) -> Iterator[str]:
-    """Yield a chart of each metric."""
     tables = (run["curves"], run["evaluations"])
     names = dict.fromkeys([*run["metrics"], *run["evaluations"]["columns"][3:]])
     for name in names:

@@ -26,7 +26,6 @@ _FOLDERS = ("FOLDER", "RUN_FOLDER", "RUNS_FOLDER", "RUN")
 
 
 def parser() -> FlagParser:
-    """Return the parser of the command."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = FlagParser(run, prog="raypod completion", description=_DESCRIPTION, formatter_class=formatter)
     parser.add_argument("shell", metavar="{" + ",".join(_SHELLS) + "}", help="the shell that reads the script")

@@ -205,11 +205,6 @@ def attach(run_dir: Path) -> int:
     return end.exit_code
 
 
-def announce_preemption(run_dir: Path) -> int:
-    """Stop a run as `stop`, as the preemption of its machine does: docs/how-to/preemption.md."""
-    return stop(run_dir, number=signal.SIGUSR1)
-
-
 def stop(run_dir: Path, within_s: float = 900.0, number: int = signal.SIGINT) -> int:
     """Stop a run after the current call, with a checkpoint; a second stop ends it at once. Return 0 when it has ended.
 
@@ -361,11 +356,9 @@ class _BackgroundProcess:
         """It has begun."""
 
     def poll(self) -> Optional[int]:
-        """Return its exit code; None while it runs."""
         return self._process.poll()
 
     def leave(self) -> None:
-        """Leave it to itself."""
         self._process.returncode = 0  # prevents Popen's ResourceWarning: the process continues on purpose
 
 
@@ -411,7 +404,6 @@ class RayJob:
         self._close()
 
     def poll(self) -> Optional[int]:
-        """Return its exit code; None while it runs."""
         if process_start_ticks(self.pid) == self._started_ticks:
             return None
         deadline = time.monotonic() + _END_S

@@ -126,7 +126,6 @@ def _pack_folder(args: Namespace) -> int:
 
 
 def _folder_of(args: Namespace) -> Path:
-    """Return the folder with the data."""
     if args.data_dir is not None:
         raise ConfigError(
             f"--data-dir {args.data_dir} has no effect without --dataset or --task; to pack that folder itself: raypod "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
 import sys
 from argparse import Namespace
@@ -21,7 +22,6 @@ _SOURCE = Path("~/raypod/source")  # where the cluster files of raypod copy its 
 
 
 def plan_parser(words: Sequence[str]) -> FlagParser:
-    """Return the parser of `raypod plan`."""
     from raypod.api import planning
 
     return planning.parser(words, "raypod plan", ["--json", "--memory", "--verbose"], _plan)
@@ -42,7 +42,6 @@ def _plan(args: Namespace) -> int:
 
 
 def verify_data_parser() -> FlagParser:
-    """Return the parser of `raypod verify-data`."""
     description = "Prove from the ledger of a run that each epoch used every sample exactly once."
     parser = FlagParser(_verify_data, prog="raypod verify-data", description=description)
     parser.add_argument("run", metavar="RUN", help="a run folder or URL")
@@ -65,7 +64,6 @@ def _verify_data(args: Namespace) -> int:
 
 
 def stop_parser() -> FlagParser:
-    """Return the parser of `raypod stop`."""
     parser = _parser("stop", "Stop a run after the current call, with a checkpoint.")
     parser.add_argument("--preemption", action="store_true", help="announce a preemption: docs/how-to/preemption.md")
     return parser
@@ -102,8 +100,10 @@ def _control(verb: str, args: Namespace) -> int:
     from raypod.cli import detached
 
     actions = {"status": detached.status, "attach": detached.attach, "stop": detached.stop}
-    action = detached.announce_preemption if getattr(args, "preemption", False) else actions[verb]
-    return action(_run_folder(verb, args.run))
+    folder = _run_folder(verb, args.run)
+    if getattr(args, "preemption", False):
+        return detached.stop(folder, number=signal.SIGUSR1)
+    return actions[verb](folder)
 
 
 def _run_folder(verb: str, name: str) -> Path:
@@ -140,7 +140,6 @@ _TITLES = {shipped.RECIPES: "Recipes, for raypod train --config", shipped.CLUSTE
 
 
 def files_parser() -> FlagParser:
-    """Return the parser of the command."""
     description = "List the recipes and cluster files that raypod contains, or print one of them."
     parser = FlagParser(_files, prog="raypod files", description=description)
     parser.add_argument("name", metavar="NAME", nargs="?", help="print this file, as in: raypod files pod64.yaml")

@@ -20,6 +20,7 @@ from raypod.plan.cluster_file import ClusterFile, Mistake
 from raypod.plan.unique_keys import syntax_error
 
 GCS_PORT = 6379  # default port of `ray start --head`
+IPU_RESOURCE = r'"IPU"\s*:\s*(\d+)'  # in the start commands: the number of IPUs of a host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +133,11 @@ def cluster_from(file: ClusterFile, path: str) -> Cluster:
     start = file.commands("head_start_ray_commands")
     stated, cpus = settings.integer("ipus_per_host"), settings.integer("cpus_per_host")
     of_head, of_workers = (
-        stated or _found(r'"IPU"\s*:\s*(\d+)', commands)
+        stated or number_in(commands, IPU_RESOURCE)
         for commands in (start, file.commands("worker_start_ray_commands") or start)
     )
     head, *workers = file.addresses
     hosts = (Host(head, head, of_head, cpus), *(Host(each, each, of_workers, cpus) for each in workers))
-    mode = re.search(r"\bRAY_AUTH_MODE=[\"']?(\w+)", start)
     return Cluster(
         name=file.top.text("cluster_name") or Path(path).stem,
         hosts=hosts,
@@ -149,8 +149,8 @@ def cluster_from(file: ClusterFile, path: str) -> Cluster:
         folder=settings.text("folder"),
         vipu=_vipu(file),
         ssh=Ssh(auth.text("ssh_user"), auth.text("ssh_private_key"), auth.text("ssh_proxy_command")),
-        gcs_port=_found(r"--port[= ](\d+)", start) or (GCS_PORT if "--head" in start else None),
-        auth_mode=mode.group(1) if mode else None,
+        gcs_port=number_in(start, r"--port[= ](\d+)") or (GCS_PORT if "--head" in start else None),
+        auth_mode=auth_mode_in(start),
     )
 
 
@@ -171,10 +171,16 @@ def _vipu(file: ClusterFile) -> Optional[VipuPartition]:
     )
 
 
-def _found(pattern: str, text: str) -> Optional[int]:
+def number_in(commands: str, pattern: str) -> Optional[int]:
     """Return the number that matches in the start commands, the only place for resources and ports."""
-    found = re.search(pattern, text)
+    found = re.search(pattern, commands)
     return int(found.group(1)) if found else None
+
+
+def auth_mode_in(commands: str) -> Optional[str]:
+    """Return RAY_AUTH_MODE in the start commands; None if they do not set it."""
+    found = re.search(r"\bRAY_AUTH_MODE=[\"']?(\w+)", commands)
+    return found.group(1) if found else None
 
 
 def cluster_of(hosts: str) -> Cluster:

@@ -199,7 +199,6 @@ class ClusterFile:
 
     @property
     def raypod(self) -> Section:
-        """The section `metadata.raypod`."""
         return self.top.section("metadata").section("raypod")
 
     @property

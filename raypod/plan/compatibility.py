@@ -25,6 +25,7 @@ from raypod.plan.config import (
 from raypod.plan.learning_rate import check_settings
 from raypod.plan.sections import RunSection
 from raypod.plan.values import parse_interval
+from raypod.system.command_line import counted, listed
 
 # Keys of the section `data` that only images of folders have.
 OF_IMAGE_FOLDERS = ("jpeg_decoder", "bounding_boxes", "policy", "random_erasing")
@@ -119,7 +120,9 @@ def _check_optimizer(config: Config) -> None:
         is_given = key != "momentum" and value is not None and (value is not False or key == "bias_correction")
         if is_given and training.optimizer not in optimizers:
             flag = f"--{key.replace('_', '-')}"
-            raise ConfigError(f"{flag} has no effect on --optimizer {training.optimizer}; it is for {_or(optimizers)}")
+            raise ConfigError(
+                f"{flag} has no effect on --optimizer {training.optimizer}; it is for {listed(optimizers)}"
+            )
     if training.velocity_scaling is not None and not training.combined_accumulator:
         raise ConfigError("--velocity-scaling has no effect without --combined-accumulator")
 
@@ -166,14 +169,10 @@ def _check_model(training: TrainingSection) -> None:
         raise ConfigError(f"--zero-init-residual has no effect on --model {training.model}: omit it")
     has_layers = training.vit_dropout or training.vit_attention_dropout or training.vit_representation_size
     if has_layers and training.model not in VISION_TRANSFORMERS:
-        raise ConfigError(f"--vit-... has no effect on --model {training.model}; use {_or(VISION_TRANSFORMERS)}")
+        raise ConfigError(f"--vit-... has no effect on --model {training.model}; use {listed(VISION_TRANSFORMERS)}")
     is_changed = training.efficientnet_expand_ratio != 6 or training.efficientnet_group_dim != 1
     if is_changed and training.model not in EFFICIENTNETS:
-        raise ConfigError(f"--efficientnet-... has no effect on --model {training.model}; use {_or(EFFICIENTNETS)}")
-
-
-def _or(words: Sequence[str]) -> str:
-    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+        raise ConfigError(f"--efficientnet-... has no effect on --model {training.model}; use {listed(EFFICIENTNETS)}")
 
 
 def needs_of_data_set(dataset: str) -> Dict[str, Tuple[bool, str]]:
@@ -181,7 +180,7 @@ def needs_of_data_set(dataset: str) -> Dict[str, Tuple[bool, str]]:
     is_synthetic = dataset == "synthetic"
     return {
         **dict.fromkeys(("samples", "image"), (is_synthetic, "--dataset synthetic")),
-        "download": (dataset in DOWNLOADED, f"--dataset {_or(DOWNLOADED)}"),
+        "download": (dataset in DOWNLOADED, f"--dataset {listed(DOWNLOADED)}"),
         "classes": (is_synthetic or ":" in dataset, "--dataset synthetic or module:function"),
     }
 
@@ -189,8 +188,8 @@ def needs_of_data_set(dataset: str) -> Dict[str, Tuple[bool, str]]:
 def _check_data_set(config: Config) -> None:
     """Raise ConfigError for a setting that only images of folders, data in shards or synthetic images have."""
     is_image_task = config.task.name in IMAGE_TASKS
-    of_shards = f"--dataset {_or((*IMAGE_FOLDERS, SHARDS))}" if is_image_task else "--data-dir"
-    folders = f"--dataset {_or(IMAGE_FOLDERS)}"
+    of_shards = f"--dataset {listed((*IMAGE_FOLDERS, SHARDS))}" if is_image_task else "--data-dir"
+    folders = f"--dataset {listed(IMAGE_FOLDERS)}"
     needs = {**dict.fromkeys(OF_IMAGE_FOLDERS, (config.decoder is not None, folders))}
     needs.update(dict.fromkeys(OF_SHARDS, (config.reads_shards, of_shards)))
     if is_image_task:
@@ -235,8 +234,8 @@ def check_min_hosts(config: Config, replicas: int, hosts: int) -> None:
     """Raise ConfigError if a plan of `replicas` replicas uses fewer hosts than `--min-hosts`."""
     least = config.pod.min_hosts or 1
     if hosts < least:
-        used = f"{hosts} host{'s' * (hosts > 1)}"
-        raise ConfigError(f"--min-hosts {least}: a plan of {replicas} replica{'s' * (replicas > 1)} uses {used}")
+        used = counted(hosts, "host")
+        raise ConfigError(f"--min-hosts {least}: a plan of {counted(replicas, 'replica')} uses {used}")
 
 
 def check_copies(config: Config, hosts: int) -> None:

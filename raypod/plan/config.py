@@ -489,8 +489,6 @@ def fields(options: Type[TaskOptions] = TaskOptions) -> Iterator[Tuple[str, str,
     for section, info in Config.model_fields.items():
         kind = info.annotation
         assert kind is not None
-        for key, field in kind.model_fields.items():
-            yield section, key, field
-        if section == "task":
-            for key, field in options.model_fields.items():
+        for model in (kind, options) if section == "task" else (kind,):
+            for key, field in model.model_fields.items():
                 yield section, key, field

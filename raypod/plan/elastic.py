@@ -12,7 +12,6 @@ import dataclasses
 from typing import Iterator, List, Sequence, Tuple
 
 from raypod.errors import ConfigError, UserError
-from raypod.plan.cluster import Cluster, Host
 from raypod.plan.placement import partition_conflict
 from raypod.plan.plan import Plan, make_plan, with_splits
 
@@ -101,18 +100,13 @@ def _with_replicas(full: Plan, replicas: int, hosts: Sequence[str], uses_partiti
             "training": config.training.model_copy(update={"gradient_accumulation": accumulation}),
         }
     )
-    used, cluster = _reordered(full.placement.cluster, hosts)
+    cluster = full.placement.cluster
+    by_name = {host.name: host for host in cluster.hosts}
+    used = tuple(by_name[name] for name in hosts)
+    cluster = dataclasses.replace(cluster, hosts=(*used, *(host for host in cluster.hosts if host not in used)))
     plan = make_plan(config, dataclasses.replace(cluster, hosts=used), full.task, full.run_dir)
     placement = dataclasses.replace(plan.placement, cluster=cluster)
     conflict = partition_conflict(cluster.vipu, placement) if uses_partition and cluster.vipu is not None else None
     if conflict is not None:
         raise ConfigError(conflict)
     return dataclasses.replace(with_splits(plan, full.pipeline_splits), placement=placement)
-
-
-def _reordered(cluster: Cluster, first: Sequence[str]) -> Tuple[Tuple[Host, ...], Cluster]:
-    """Return the hosts named `first`, and the cluster with these before its other hosts."""
-    by_name = {host.name: host for host in cluster.hosts}
-    used = tuple(by_name[name] for name in first)
-    others: List[Host] = [host for host in cluster.hosts if host not in used]
-    return used, dataclasses.replace(cluster, hosts=(*used, *others))

@@ -244,15 +244,12 @@ class Groups:
             near = nearest(name, self._groups)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"--help {name}: no such group (of {', '.join(self._groups)}){hint}")
-        shown = [
-            action
-            for action in self._parser._actions
-            if is_all or (action in self._groups[name]._group_actions if name else self._is_basic(action))
-        ]
-        return self._parser.format_help() if is_all else _format_only(self._parser, shown)
-
-    def _is_basic(self, action: argparse.Action) -> bool:
-        return action in self._basic or any(flag in _BASIC_SWITCHES for flag in action.option_strings)
+        if is_all:
+            return self._parser.format_help()
+        if name is not None:
+            return _format_only(self._parser, self._groups[name]._group_actions)
+        switches = [each for each in self._parser._actions if _BASIC_SWITCHES.intersection(each.option_strings)]
+        return _format_only(self._parser, [*self._basic, *switches])
 
 
 class _Help(argparse.Action):

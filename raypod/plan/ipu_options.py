@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
 
 from raypod.errors import ConfigError
 from raypod.plan.config import Config
 from raypod.plan.values import TENSOR_KINDS
-from raypod.system.command_line import counted, suggestion
+from raypod.system.command_line import counted, listed, suggestion
 
 TORCH = "torch."  # before the name of a dtype among the arguments of a call
 SDK_NUMERICS: Dict[str, Any] = {"stochastic_rounding": False, "partials": "float"}  # the defaults of the SDK
@@ -297,15 +297,11 @@ def without_effect(config: Config, has_ipus: bool) -> str:
     default = type(config.ipu)()
     given = [key for key in _WITHOUT_EFFECT_ON_CPU if getattr(config.ipu, key) != getattr(default, key)]
     flags = [_flag(key) for key in given if not has_ipus]
-    return f", on which {_listed(flags)} ha{'s' if len(flags) == 1 else 've'} no effect" if flags else ""
+    return f", on which {listed(flags, 'and')} ha{'s' if len(flags) == 1 else 've'} no effect" if flags else ""
 
 
 def _flag(key: str) -> str:
     return f"--{key.replace('_', '-')}"
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 KEY = "ipu_config"  # of the section `ipu`

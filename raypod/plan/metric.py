@@ -102,7 +102,6 @@ class ExactSum:
         self._parts = list(parts)
 
     def add(self, value: float) -> None:
-        """Add a value."""
         self._parts.append(value)
         if len(self._parts) >= _MAX_PARTS:
             self._parts = list(self.parts)

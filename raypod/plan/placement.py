@@ -108,7 +108,6 @@ class Placement:
         return f"{running} share the {cpus} CPUs of a host: use {' or '.join(ways) or 'fewer of both'}"
 
     def instances_on(self, host_index: int) -> List[InstanceSpec]:
-        """Return the instances of one host."""
         per_host = self.instances[-1].local_index + 1
         return list(self.instances[host_index * per_host : (host_index + 1) * per_host])
 

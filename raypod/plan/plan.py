@@ -248,7 +248,6 @@ class Plan:
         return parse_interval(self.config.run.checkpoint_every).updates(self.updates_per_epoch)
 
     def log_file(self, instance: int) -> str:
-        """Return the log file of an instance."""
         return f"{self.run_dir}/logs/instance-{instance}.log"
 
 

@@ -129,15 +129,13 @@ def combine(
     if source is not config:
         for key in ("run_dir", "resume_anyway"):
             values.get("run", {}).pop(key, None)
-    kept = {section: {**entries} for section, entries in values.items()}
-    for name in given:
-        section, _, key = name.partition(".")
-        kept.get(section, {}).pop(key, None)
-    if isinstance(source, str):
-        _check_stored(kept, Path(source), source is not config, str(given.get("run.resume", "")))
+    kept = _copied(values)
     for name, value in given.items():
         section, _, key = name.partition(".")
+        kept.get(section, {}).pop(key, None)
         values.setdefault(section, {})[key] = value
+    if isinstance(source, str):
+        _check_stored(kept, Path(source), source is not config, str(given.get("run.resume", "")))
     for line in ipu_options.expand_ipu_config(values):
         say(line)
     if source is not config or "data.dataset" in given:  # a data set that replaces another one, replaces its folder
@@ -153,7 +151,7 @@ def drop_unread_folder(values: Values, given: Mapping[str, Any]) -> None:
         data.pop("data_dir", None)
 
 
-def _copied(values: Values) -> Values:
+def _copied(values: Mapping[str, Mapping[str, Any]]) -> Values:
     return {section: dict(entries) for section, entries in values.items()}
 
 
@@ -313,7 +311,7 @@ def _key_suggestion(section: str, key: str, known: Sequence[str]) -> str:
 
 def _derive_counts(values: Mapping[str, Mapping[str, Any]], cluster_instances: Optional[int]) -> Values:
     """Return the values with the replicas that follow from `num_ipus`, and with the default number of instances."""
-    derived = {section: dict(entries) for section, entries in values.items()}
+    derived = _copied(values)
     pod = derived.setdefault("pod", {})
     per_replica = _whole_number(pod.get("ipus_per_replica", 1))
     num_ipus, replicas = _whole_number(pod.get("num_ipus")), _whole_number(pod.get("replicas"))

@@ -181,36 +181,25 @@ def _as_samples(value: Any) -> Any:
     return [str(each) for each in words] if isinstance(words, (list, tuple)) else words
 
 
-def _check_samples(samples: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
-    for sample in samples or ():
-        if _SAMPLE.fullmatch(sample) is None:
-            raise ValueError("write the numbers of samples, as in 17,208,test:3")
-    return samples
+def _check_samples(samples: Sequence[str]) -> None:
+    if not all(map(_SAMPLE.fullmatch, samples)):
+        raise ValueError("write the numbers of samples, as in 17,208,test:3")
 
 
-def _check_different(names: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
-    for name in names or ():
-        if (names or ()).count(name) > 1:
+def _check_different(names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
             raise ValueError(f"{name} is listed twice")
-    return names
 
 
-def _check_splits(splits: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
-    check_stages(splits or ())
-    return splits
-
-
-def _check_ascending(numbers: Optional[Tuple[int, ...]]) -> Optional[Tuple[int, ...]]:
-    if numbers and list(numbers) != sorted(set(numbers)):
+def _check_ascending(numbers: Sequence[int]) -> None:
+    if list(numbers) != sorted(set(numbers)):
         raise ValueError("must be in ascending order, each number once")
-    return numbers
 
 
-def _check_tensor_kinds(kinds: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
-    for kind in kinds or ():
-        if kind not in TENSOR_KINDS:
-            raise ValueError(f"known are {', '.join(TENSOR_KINDS)}")
-    return kinds
+def _check_tensor_kinds(kinds: Sequence[str]) -> None:
+    if not set(kinds) <= set(TENSOR_KINDS):
+        raise ValueError(f"known are {', '.join(TENSOR_KINDS)}")
 
 
 def _split_shares(value: Any) -> Any:
@@ -237,39 +226,31 @@ def _parse_pairs(value: Any) -> Any:
     return pairs
 
 
-def _check_trackers(names: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
-    for name in names or ():
-        if name not in TRACKERS and ":" not in name:
-            raise ValueError(f"known are {', '.join(TRACKERS)}, or module:Class for your own")
-    return names
+def _check_trackers(names: Sequence[str]) -> None:
+    if not all(name in TRACKERS or ":" in name for name in names):
+        raise ValueError(f"known are {', '.join(TRACKERS)}, or module:Class for your own")
 
 
-def _check_logged(names: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
-    for name in names or ():
+def _check_logged(names: Sequence[str]) -> None:
+    for name in names:
         if name not in LOGGED:
             raise ValueError(f"{name!r} is not known; known are {', '.join(LOGGED)}")
-    return names
 
 
-def _check_image(text: str) -> str:
+def _check_image(text: str) -> None:
     if _IMAGE.fullmatch(text) is None:
         raise ValueError("must be channels x height x width, as in 3x32x32")
-    return text
 
 
-def _read_by(parse: Callable[[str], Any]) -> pydantic.AfterValidator:
-    """Return the validator of a text that `parse` can read, or of None."""
+def _read_by(parse: Callable[[Any], Any]) -> pydantic.AfterValidator:
+    """Return the validator of a value that `parse` can read, or of None."""
 
-    def check(text: Optional[str]) -> Optional[str]:
-        if text is not None:
-            parse(text)
-        return text
+    def check(value: Any) -> Any:
+        if value is not None:
+            parse(value)
+        return value
 
     return pydantic.AfterValidator(check)
-
-
-def _check_storage(url: Optional[str]) -> Optional[str]:
-    return None if url is None else check_url(url, "--storage-path")
 
 
 def _place(flag: str) -> pydantic.AfterValidator:
@@ -277,23 +258,19 @@ def _place(flag: str) -> pydantic.AfterValidator:
     return pydantic.AfterValidator(lambda place: check_url(place, flag) if place and is_url(place) else place)
 
 
-Names = Annotated[
-    Optional[Tuple[str, ...]], pydantic.BeforeValidator(_split_words), pydantic.AfterValidator(_check_different)
-]
-Splits = Annotated[
-    Optional[Tuple[str, ...]], pydantic.BeforeValidator(_split_words), pydantic.AfterValidator(_check_splits)
-]
+Names = Annotated[Optional[Tuple[str, ...]], pydantic.BeforeValidator(_split_words), _read_by(_check_different)]
+Splits = Annotated[Optional[Tuple[str, ...]], pydantic.BeforeValidator(_split_words), _read_by(check_stages)]
 Epochs = Annotated[
     Optional[Tuple[Annotated[int, Field(ge=1)], ...]],
     pydantic.BeforeValidator(_split_numbers),
-    pydantic.AfterValidator(_check_ascending),
+    _read_by(_check_ascending),
 ]
 Counts = Annotated[Optional[Tuple[Annotated[int, Field(ge=0)], ...]], pydantic.BeforeValidator(_split_numbers)]
 Samples = Annotated[
     Optional[Tuple[str, ...]],
     pydantic.BeforeValidator(_as_samples),
-    pydantic.AfterValidator(_check_samples),
-    pydantic.AfterValidator(_check_different),
+    _read_by(_check_samples),
+    _read_by(_check_different),
 ]
 Shares = Annotated[Optional[Tuple[Annotated[float, Field(ge=0, le=1)], ...]], pydantic.BeforeValidator(_split_shares)]
 Betas = Annotated[
@@ -301,16 +278,16 @@ Betas = Annotated[
     pydantic.BeforeValidator(_split_words),
 ]
 Pairs = Annotated[Optional[Dict[str, Any]], pydantic.BeforeValidator(_parse_pairs)]
-TensorKinds = Annotated[Names, pydantic.AfterValidator(_check_tensor_kinds)]
-ImageShape = Annotated[str, pydantic.AfterValidator(_check_image)]
-Logged = Annotated[Names, pydantic.AfterValidator(_check_logged)]
-Trackers = Annotated[Names, pydantic.AfterValidator(_check_trackers)]
+TensorKinds = Annotated[Names, _read_by(_check_tensor_kinds)]
+ImageShape = Annotated[str, _read_by(_check_image)]
+Logged = Annotated[Names, _read_by(_check_logged)]
+Trackers = Annotated[Names, _read_by(_check_trackers)]
 Updates = Annotated[Optional[str], _read_by(parse_updates)]
 Evaluations = Annotated[Optional[str], _read_by(parse_evaluations)]
 Period = Annotated[str, _read_by(parse_interval)]
 Unsaved = Annotated[str, _read_by(parse_unsaved)]
 Size = Annotated[str, _read_by(parse_size)]
-StorageUrl = Annotated[Optional[str], pydantic.AfterValidator(_check_storage)]
+StorageUrl = Annotated[Optional[str], pydantic.AfterValidator(lambda url: url and check_url(url, "--storage-path"))]
 ResumePath = Annotated[Optional[str], _place("--resume")]
 DataPath = Annotated[Optional[str], _place("--data-dir")]
 

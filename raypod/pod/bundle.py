@@ -189,7 +189,6 @@ class Target(NamedTuple):
 
 
 def parser() -> FlagParser:
-    """Return the parser of the command."""
     parser = FlagParser(run, prog="raypod bundle", description=_DESCRIPTION)
     parser.add_argument("folder", metavar="FOLDER", help="the folder to write; it must not exist")
     parser.add_argument("requirements", metavar="REQUIREMENT", nargs="*", help="more to install, as PopTorch's wheel")
@@ -298,7 +297,6 @@ class Pip:
             self.run([*words, *self._target_flags, *requirements])
 
     def build(self, source: Path, folder: Path) -> None:
-        """Build the wheel of a source folder."""
         self.run(["wheel", "--no-deps", "--wheel-dir", str(folder), str(source)])
 
     def run(self, words: Sequence[str]) -> None:

@@ -13,25 +13,26 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Union
 
 from raypod.errors import ClusterError
 from raypod.plan import environment, flags, resolve
-from raypod.plan.cluster import LOCAL, Cluster, Host, cluster_from, read_file
+from raypod.plan.cluster import LOCAL, Cluster, Host, cluster_from, number_in, read_file
 from raypod.plan.cluster_file import ClusterFile
 from raypod.plan.config import Config
 from raypod.plan.placement import Sizes, place
 from raypod.pod import file_checks, probe, program_check
 from raypod.pod.findings import (
     MONITOR_PORTS,
-    OK,
     RAY_CLUSTER,
     TROUBLE,
     WARN,
     Expected,
     Facts,
     Finding,
+    counts_of,
     examine,
+    table_rows,
 )
 from raypod.runtime import ssh
 from raypod.runtime.workers import gcs, ray_admission
@@ -111,10 +112,8 @@ def _check_program(args: argparse.Namespace) -> int:
     timeout_s = program_check.TIMEOUT_S if args.timeout is None else args.timeout
     findings = program_check.check_program(args.program, timeout_s)
     if args.json:
-        rows = [{"where": each.host, **_fields(each)} for each in findings]
-        cli.show(
-            json.dumps({"findings": [{name: row[name] for name in row if name != "host"} for row in rows]}, indent=2)
-        )
+        rows = [{"where": fields.pop("host"), **fields} for fields in map(_fields, findings)]
+        cli.show(json.dumps({"findings": rows}, indent=2))
     else:
         cli.show(program_check.render(findings, cli.width_of(sys.stdout)))
     return 2 if any(each.level == TROUBLE for each in findings) else 0
@@ -195,7 +194,7 @@ def _sdk_environment(cluster: Cluster) -> Dict[str, str]:
 def _expected(cluster: Cluster, resolved: Config, file: Optional[ClusterFile]) -> Expected:
     """Return the requirements of a run."""
     commands = file.commands("head_start_ray_commands") if file else ""
-    workers = [_number(rf"--{end}-worker-port[= ](\d+)", commands) for end in ("min", "max")]
+    workers = [number_in(commands, rf"--{end}-worker-port[= ](\d+)") for end in ("min", "max")]
     ports = [int(port) for name, port in re.findall(r"--([\w-]*port)[= ](\d+)", commands) if "worker-port" not in name]
     return Expected(
         cluster=cluster,
@@ -203,18 +202,13 @@ def _expected(cluster: Cluster, resolved: Config, file: Optional[ClusterFile]) -
         python_setting=file_checks.python_setting(file) if file else Expected.python_setting,
         ports=tuple(port for port in ports if port not in (0, *MONITOR_PORTS)),
         worker_ports=(workers[0] or 0, workers[1] or 0),
-        metrics_port=_number(r"--metrics-export-port[= ](\d+)", commands) or 0,
+        metrics_port=number_in(commands, r"--metrics-export-port[= ](\d+)") or 0,
         data_dir=resolved.data.data_dir,
         requires_ipus={"ipu": True, "emulated": False}.get(resolved.run.device),
         may_use_horovod=resolved.run.collectives != "gloo",
         decoder=resolved.decoder,
         gcs=gcs.check(cluster.gcs_address) if cluster.gcs_address else None,
     )
-
-
-def _number(pattern: str, text: str) -> Optional[int]:
-    found = re.search(pattern, text)
-    return int(found.group(1)) if found else None
 
 
 def render_findings(findings: Sequence[Finding], hosts: Sequence[str], width: Optional[int] = None) -> str:
@@ -225,23 +219,16 @@ def render_findings(findings: Sequence[Finding], hosts: Sequence[str], width: Op
         hosts: the names of the hosts.
         width: of a terminal in columns: longer findings are folded. None folds nothing.
     """
-    grouped: Dict[Tuple[str, str, str, str], List[str]] = {}
-    for finding in findings:
-        grouped.setdefault((finding.level, finding.what, finding.text, finding.hint), []).append(finding.host)
-    rows = [("", "what", "host", "finding")]
-    for (level, what, text, hint), names in grouped.items():
-        rows.append((level, what, _host_cell(names, hosts), f"{text}; {hint}" if hint else text))
+    rows = table_rows(findings, "host", lambda names: _host_cell(names, hosts))
     table = cli.format_table(rows, _COLUMN_WIDTHS, separator=" ", width=width)
     return "\n".join([*table, "", summary(findings, len(hosts))])
 
 
 def summary(findings: Sequence[Finding], hosts: int) -> str:
     """Return one line with the verdict and the number of findings of each level."""
-    counts = {level: sum(finding.level == level for finding in findings) for level in (OK, WARN, TROUBLE)}
     start = next((f" for {each.hint}" for each in findings if each.what == RAY_CLUSTER), "")
-    verdict = "not ready" if counts[TROUBLE] else f"ready{start}"
-    numbers = ", ".join(f"{count} {level}" for level, count in counts.items())
-    return f"{verdict}: {hosts} host{'s' if hosts != 1 else ''}, {numbers}"
+    verdict = "not ready" if any(each.level == TROUBLE for each in findings) else f"ready{start}"
+    return f"{verdict}: {cli.counted(hosts, 'host')}, {counts_of(findings)}"
 
 
 def _host_cell(names: Sequence[str], hosts: Sequence[str]) -> str:

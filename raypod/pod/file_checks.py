@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from raypod.plan.cluster import Cluster, Host
+from raypod.plan.cluster import IPU_RESOURCE, Cluster, Host, auth_mode_in, number_in
 from raypod.plan.cluster_file import ClusterFile, Mistake
 from raypod.pod.stop_cluster import MARK
 from raypod.runtime import ssh
@@ -31,7 +31,6 @@ _NAMED = (  # where start commands name the cluster: a pattern, and what stands 
     (r"\bactive_runs\.py[ \t]+", "active_runs.py ", ""),
     (r"/cluster-(?=\S+\.state\b)", "cluster-", ".state"),  # of Ray's launcher
 )
-# What begins an ssh key.
 
 
 def launch_errors(file: ClusterFile) -> List[Mistake]:
@@ -112,7 +111,7 @@ def launch_warnings(file: ClusterFile) -> List[Mistake]:
             found.append(Mistake(line, f"{key}: `ray stop` also stops other Ray clusters on the host"))
         if re.search(r"--dashboard-host[= ](0\.0\.0\.0|\*|::)", commands):
             found.append(Mistake(line, f"{key}: the dashboard is open to the network; use --dashboard-host=127.0.0.1"))
-        if _auth_mode(commands) == "disabled":
+        if auth_mode_in(commands) == "disabled":
             found.append(Mistake(line, f"{key}: RAY_AUTH_MODE=disabled: anyone with access to a port can run commands"))
     return found
 
@@ -176,7 +175,7 @@ def _command_errors(kind: str, file: ClusterFile) -> List[Mistake]:
     texts = []
     if kind == "head" and "--autoscaling-config" not in commands:
         texts.append("--autoscaling-config=~/ray_bootstrap_config.yaml is missing: no worker starts without it")
-    if _auth_mode(commands) is None:
+    if auth_mode_in(commands) is None:
         texts.append("RAY_AUTH_MODE=token is missing: Ray would choose the mode by old files on the host")
     if kind == "head" and "/private_ssh:" not in commands and file.provider.texts("worker_ips"):
         path = "PATH=$HOME/raypod/source/raypod/pod/private_ssh:$PATH"
@@ -186,9 +185,9 @@ def _command_errors(kind: str, file: ClusterFile) -> List[Mistake]:
     head, given = file.provider.text("head_ip"), re.search(r"--node-ip-address[= ]([\w.:-]+)", commands)
     if kind == "head" and given and given.group(1) != head:
         texts.append(f"--node-ip-address={given.group(1)} differs from provider.head_ip {head}")
-    ipus, resources = file.raypod.integer("ipus_per_host"), re.search(r'"IPU"\s*:\s*(\d+)', commands)
-    if ipus and (resources is None or int(resources.group(1)) != ipus):
-        number = counted(int(resources.group(1)), "IPU") if resources else "no IPUs"
+    ipus, resources = file.raypod.integer("ipus_per_host"), number_in(commands, IPU_RESOURCE)
+    if ipus and resources != ipus:
+        number = "no IPUs" if resources is None else counted(resources, "IPU")
         texts.append(f"{number} in --resources, but metadata.raypod.ipus_per_host is {ipus}: use '{{\"IPU\":{ipus}}}'")
     return [Mistake(line, f"{key}: {text}") for text in texts]
 
@@ -196,11 +195,6 @@ def _command_errors(kind: str, file: ClusterFile) -> List[Mistake]:
 def _literals(pattern: str, commands: str) -> List[str]:
     """Return the words that follow a pattern in shell commands, without quotes and without those that are expanded."""
     return ["".join(words) for words in re.findall(pattern + _LITERAL, commands)]
-
-
-def _auth_mode(commands: str) -> Optional[str]:
-    found = re.search(r"\bRAY_AUTH_MODE=[\"']?(\w+)", commands)
-    return found.group(1) if found else None
 
 
 # A pattern that the start commands should match, and the warning if they do not.

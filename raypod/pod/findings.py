@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 from raypod.plan.cluster import Cluster
 from raypod.runtime.workers import gcs, ray_admission
@@ -58,6 +58,24 @@ class Expected:
     may_use_horovod: bool = True  # an installed Horovod is used
     decoder: Optional[str] = None  # the package that decodes the images of the data set
     gcs: Optional[gcs.Answer] = None  # the answer to a request without a token; None if not requested
+
+
+def table_rows(findings: Sequence[Finding], where: str, cell: Callable[[List[str]], str]) -> List[Tuple[str, ...]]:
+    """Return the rows of a table, the header first; findings that differ only in their hosts are one row.
+
+    `where` is the name of the column of the hosts, and `cell` returns its text.
+    """
+    grouped: Dict[Tuple[str, str, str], List[str]] = {}
+    for each in findings:
+        text = f"{each.text}; {each.hint}" if each.hint else each.text
+        grouped.setdefault((each.level, each.what, text), []).append(each.host)
+    rows = ((level, what, cell(hosts), text) for (level, what, text), hosts in grouped.items())
+    return [("", "what", where, "finding"), *rows]
+
+
+def counts_of(findings: Sequence[Finding]) -> str:
+    """Return the numbers of findings, as in "3 ok, 0 warn, 1 trouble"."""
+    return ", ".join(f"{sum(each.level == level for each in findings)} {level}" for level in (OK, WARN, TROUBLE))
 
 
 def examine(expected: Expected, hosts: Mapping[str, Union[Facts, str]]) -> List[Finding]:
@@ -380,7 +398,7 @@ def _ports(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         yield Finding(TROUBLE, host, "ports", f"{port} is in use by {owner}{of_cluster}", hint)
     others = sum(1 for mark in facts["clusters"] if mark != cluster.name)
     if others:
-        text = f"{others} other Ray cluster{'s' if others > 1 else ''} on this host"
+        text = f"{counted(others, 'other Ray cluster')} on this host"
         yield Finding(WARN, host, "ports", text, "`raypod up` and `down` do not affect other clusters")
     if not taken:
         yield Finding(OK, host, "ports", "in use by this cluster" if ours else f"{len(expected.ports)} free")

@@ -13,11 +13,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 from raypod.errors import ConfigError
 from raypod.plan.environment import join_path
-from raypod.pod.findings import OK, TROUBLE, WARN, Finding
+from raypod.pod.findings import OK, TROUBLE, WARN, Finding, counts_of, table_rows
 from raypod.runtime.launcher.host_process import HostProcess
 from raypod.runtime.launcher.records import Program, ProgramEnd
 from raypod.runtime.launcher.supervision import Signals
@@ -179,18 +179,6 @@ def _call(end: Dict[str, Any], limit_s: float) -> Finding:
 
 def render(findings: Sequence[Finding], width: Optional[int] = None) -> str:
     """Return the findings as a table with a summary line; `width` of a terminal folds longer ones."""
-    rows: List[Tuple[str, ...]] = [("", "what", "where", "finding")]
-    grouped: Dict[Tuple[str, str, str], List[str]] = {}
-    for each in findings:
-        text = f"{each.text}; {each.hint}" if each.hint else each.text
-        grouped.setdefault((each.level, each.what, text), []).append(each.host)
-    for (level, what, text), places in grouped.items():
-        rows.append((level, what, cli.shortened([place for place in places if place]), text))
-    return "\n".join([*cli.format_table(rows, separator="  ", width=width), "", summary(findings)])
-
-
-def summary(findings: Sequence[Finding]) -> str:
-    """Return one line with the verdict and the number of findings of each level."""
-    counts = {level: sum(each.level == level for each in findings) for level in (OK, WARN, TROUBLE)}
-    verdict = "not ready" if counts[TROUBLE] else "no trouble found"
-    return f"{verdict}: {', '.join(f'{count} {level}' for level, count in counts.items())}"
+    rows = table_rows(findings, "where", lambda places: cli.shortened([place for place in places if place]))
+    verdict = "not ready" if any(each.level == TROUBLE for each in findings) else "no trouble found"
+    return "\n".join([*cli.format_table(rows, width=width), "", f"{verdict}: {counts_of(findings)}"])

@@ -5,12 +5,19 @@ the head, and every other Ray on that host; `down` stops this cluster on all hos
 
 A process on the head holds a lock for as long as its ssh connection lasts, so that none stays when `up` is killed.
 After a lost network, sshd can keep the connection for hours: the message names the process.
+
+`up --no-restart` on a machine on which the cluster was not started joins the running head: Ray's launcher starts it
+again, in spite of --no-restart, unless its state file on this machine says that the head runs with the settings of the
+cluster file. And `file_mounts` replaces the head's token by that of this machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import getpass
+import importlib
+import io
+import json
 import os
 import shlex
 import socket
@@ -21,18 +28,21 @@ import threading
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 from urllib.parse import quote
+
+import yaml
 
 from raypod.errors import ClusterError, ConfigError, RunError
 from raypod.plan import shipped
 from raypod.plan.cluster import Cluster, Host, cluster_from, raise_mistakes, read_file
 from raypod.plan.cluster_file import ClusterFile
-from raypod.pod import autoscaler_hosts, collect_copies, file_checks, join_head, started, stop_cluster, stop_runs
+from raypod.pod import autoscaler_hosts, collect_copies, file_checks, started, stop_cluster, stop_runs
 from raypod.runtime import ssh
 from raypod.runtime.workers import ray_admission
 from raypod.runtime.workers.ray_session import private_tmpdir
 from raypod.system.command_line import FlagParser, say
+from raypod.system.files import read_object, replace_file
 from raypod.system.private import make_private
 
 _STOP_TIMEOUT_S = 60.0
@@ -40,7 +50,6 @@ _SOURCE = "~/raypod/source/raypod"  # where the cluster files of this repository
 
 
 def up_parser() -> FlagParser:
-    """Return the parser of `raypod up`."""
     parser = _parser(_up, "up", "Start Ray on all hosts of a cluster file, and wait until all have joined.")
     parser.add_argument(
         "--wait-hosts", type=float, default=120.0, metavar="S", help="timeout for all hosts to join [120]"
@@ -66,7 +75,7 @@ def _up(args: Namespace) -> int:
         say(f"{args.file}, {warning}")
     joins = args.no_restart and stop_runs.is_running(cluster, file)
     if joins:
-        join_head.take_token(cluster, file, say)
+        take_token(cluster, file, say)
     _prepare_token(file_checks.token_source(file))
     _check_ssh(cluster)
     with cluster_lock(cluster, say):
@@ -84,7 +93,7 @@ def _start(args: Namespace, cluster: Cluster, file: ClusterFile, began_s: float,
     workers = [host.address for host in cluster.hosts[1:]]
     if args.no_restart:
         if joins:
-            join_head.note_running_head(cluster, args.file, Path(_temp_folder(), "ray"))
+            note_running_head(cluster, args.file, Path(_temp_folder(), "ray"))
         failed = _change_workers(cluster, file, autoscaler_hosts.KEEP, workers)
     else:
         _remove_launcher_state(cluster)
@@ -121,7 +130,6 @@ def _contains(folder: Path, path: Path) -> bool:
 
 
 def down_parser() -> FlagParser:
-    """Return the parser of `raypod down`."""
     return _parser(_down, "down", "Stop Ray on all hosts of a cluster file.")
 
 
@@ -273,6 +281,68 @@ def _change_workers(cluster: Cluster, file: ClusterFile, mode: str, workers: Seq
 def _stop_processes(cluster: Cluster, hosts: Sequence[Host]) -> Dict[str, ssh.Result]:
     words, program = ["python3", "-", cluster.name], Path(stop_cluster.__file__).read_text()
     return ssh.map_hosts(hosts, lambda host: ssh.run_on(host, cluster.ssh, words, program, _STOP_TIMEOUT_S))
+
+
+_READ_TOKEN = """
+import json, os
+path = os.path.expanduser("~/.ray/auth_token")
+print(json.dumps({"token": open(path).read() if os.path.exists(path) else None}))
+"""
+
+
+def take_token(cluster: Cluster, file: ClusterFile, say: Callable[[str], None]) -> None:
+    """Copy the token of the running head to this machine if it has none.
+
+    Raises:
+        ClusterError: this machine has another token, with which the cluster's programs could not reach it any more; or
+            that of the head cannot be read.
+    """
+    path, head = file_checks.token_source(file), cluster.hosts[0]
+    done = ssh.run_on(head, cluster.ssh, ["python3", "-"], _READ_TOKEN, ssh.SLACK_S)
+    answer = done.json_object("token")
+    if answer is None:
+        raise ClusterError(f"cannot read the token of {head.name}: {done.error or 'no JSON in ' + done.excerpt}")
+    token: Optional[str] = answer["token"]
+    if token is None or not token.strip():
+        return
+    try:
+        if path.is_file():
+            if path.read_text().strip() != token.strip():
+                raise ClusterError(
+                    f"{path} is not the token with which {cluster.name} runs, and would replace it on {head.name}: "
+                    f"copy {head.name}:~/.ray/auth_token to {path}, or let file_mounts name another file"
+                )
+            return
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as own:
+            own.write(token)
+    except (OSError, ValueError) as error:
+        raise ClusterError(f"cannot use the cluster's token {path}: {error}") from None
+    say(f"copied the cluster's token from {head.name} to {path} (mode 0600)")
+
+
+def note_running_head(cluster: Cluster, path: str, folder: Path) -> None:
+    """Tell Ray's launcher that the head runs with the settings of the cluster file `path`.
+
+    `folder` is that of the launcher's state file. OSError if the file cannot be written.
+    """
+    util: Any = importlib.import_module("ray.autoscaler._private.util")
+    with contextlib.redirect_stdout(io.StringIO()):  # the launcher prints the same warnings into its log
+        config = util.prepare_config(yaml.safe_load(Path(path).read_text()))
+    kind = config["head_node_type"]
+    settings = {**config.get("head_node", {}), **config["available_node_types"][kind].get("node_config", {})}
+    tags = {
+        "ray-node-type": "head",
+        "ray-node-status": "up-to-date",
+        "ray-node-name": f"ray-{cluster.name}-head",
+        "ray-user-node-type": kind,
+        "ray-launch-config": util.hash_launch_conf(settings, config["auth"]),
+    }
+    state = folder / f"cluster-{cluster.name}.state"
+    known = read_object(state)
+    known[config["provider"]["head_ip"]] = {"tags": tags, "state": "running"}
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replace_file(state, json.dumps(known).encode())
 
 
 _WITHIN_S = 30.0

@@ -53,7 +53,6 @@ class BoundedServer(socketserver.ThreadingTCPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve one client."""
         try:
             super().process_request_thread(request, client_address)
         finally:

@@ -290,6 +290,11 @@ def shortened(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
+def listed(words: Sequence[str], conjunction: str = "or") -> str:
+    """Return words in one line, with a conjunction before the last one, as in "a, b or c"."""
+    return f" {conjunction} ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
 def width_of(stream: TextIO) -> Optional[int]:
     """Return the columns of the terminal that a stream writes to; None if it is no terminal."""
     if not stream.isatty():

@@ -197,7 +197,6 @@ class AppendOnlyFile:
         return bool(self._unwritten)
 
     def write(self, data: bytes) -> None:
-        """Append bytes."""
         self._unwritten += data
         self._drain()
         if len(self._unflushed) >= _MOST_UNFLUSHED_BYTES:
@@ -347,15 +346,10 @@ def _replace_nonfinite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def _load_sync_file_range() -> Any:
-    """The function of the C library, which `os` does not have; None where the library does not have it either."""
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return function
-
-
-_sync_file_range = _load_sync_file_range()
+# The function of the C library, which `os` does not have; None where the library does not have it either.
+_sync_file_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 def create_folder(path: Path) -> List[Path]:

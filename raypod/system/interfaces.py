@@ -86,7 +86,6 @@ def is_in(address: str, network: str) -> bool:
 
 
 def is_address(text: str) -> bool:
-    """Return whether a text is an IP address."""
     try:
         ipaddress.ip_address(text)
     except ValueError:

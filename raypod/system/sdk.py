@@ -155,7 +155,8 @@ def _without_effect() -> str:
 def _use_emulated(reason: str) -> Sdk:
     real = sys.modules.get("poptorch")  # imported above, or by the template of this host's workers
     if real is not None and not str(real.__file__).startswith(activation.FOLDER):
-        _remove_modules()
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("poptorch", "popdist")]:
+            del sys.modules[name]
     activation.activate()
     return Sdk("emulated", f"emulated SDK on CPU ({reason})")
 
@@ -189,11 +190,6 @@ def _find_real(name: str) -> Optional[importlib.machinery.ModuleSpec]:
 
 def _remove_from_path() -> None:
     sys.path[:] = activation.path_without()
-
-
-def _remove_modules() -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("poptorch", "popdist")]:
-        del sys.modules[name]
 
 
 _PACKAGE = "_pod"

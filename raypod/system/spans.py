@@ -26,7 +26,6 @@ class SpanRecorder:
         self._dropped = 0
 
     def reset(self, is_on: bool) -> None:
-        """Forget all spans."""
         self.is_on, self._spans, self._open, self._dropped = is_on, [], {}, 0
 
     def add(self, name: str, category: str, began_s: float, ended_s: float) -> None:

@@ -26,7 +26,6 @@ class RunUrl(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the run."""
         return self.run.rpartition("/")[2]
 
 

@@ -100,7 +100,6 @@ class Vipu:
         return parse_partition(name, self.run("get", "partition", name))
 
     def remove(self, name: str) -> None:
-        """Remove a partition."""
         self.run("remove", "partition", name)
 
     def run(self, *words: str) -> str:

@@ -21,7 +21,7 @@ from raypod.errors import ClusterError
 from raypod.observe.status import endpoint
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Host, Ssh, cluster_from
-from raypod.pod import active_runs, join_head, stop_cluster, stop_runs, up
+from raypod.pod import active_runs, stop_cluster, stop_runs, up
 from raypod.runtime import ssh
 from raypod.system.process import process_start_ticks
 from tests.support import ROOT
@@ -296,7 +296,7 @@ def test_rays_launcher_starts_a_running_head_not_again(
     if before is not None and (is_noted or before != "{"):
         (tmp_path / "ray" / "cluster-emulated-pod.state").write_text(before)
     if is_noted:
-        join_head.note_running_head(pod.cluster, pod.path, tmp_path / "ray")
+        up.note_running_head(pod.cluster, pod.path, tmp_path / "ray")
     providers._clear_provider_cache()
     given = {**yaml.safe_load(Path(pod.path).read_text()), "file_mounts": {}}
     config = commands._bootstrap_config(given, no_config_cache=True)
@@ -336,9 +336,9 @@ def test_the_token_of_the_head_is_not_replaced(
     monkeypatch.setattr(ssh, "run_on", lambda *_: answer)
     if error:
         with pytest.raises(ClusterError, match=error):
-            join_head.take_token(pod.cluster, pod.file, said.append)
+            up.take_token(pod.cluster, pod.file, said.append)
     else:
-        join_head.take_token(pod.cluster, pod.file, said.append)
+        up.take_token(pod.cluster, pod.file, said.append)
     assert (path.read_text() if path.exists() else None) == expected
     if said:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -306,7 +306,7 @@ def test_an_added_host_is_told_to_the_autoscaler_once_the_files_are_on_the_head(
     monkeypatch.setattr(ssh, "run_on", run_on)
     monkeypatch.setattr(up, "cluster_lock", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(up, "_run_ray", lambda *_: calls.append(["ray up"]))
-    monkeypatch.setattr(up.join_head, "note_running_head", lambda *_: calls.append(["joins"]))
+    monkeypatch.setattr(up, "note_running_head", lambda *_: calls.append(["joins"]))
     monkeypatch.setattr(up.collect_copies, "collect", lambda *_: None)
     assert main(["up", "--no-restart", str(SHIPPED)]) == 0
     head, workers = "10.0.0.11", ["10.0.0.12", "10.0.0.13", "10.0.0.14"]

@@ -37,7 +37,6 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of its checkpoints."""
         return storage.checkpoints_folder(self.folder)
 
     @property

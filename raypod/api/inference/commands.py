@@ -21,7 +21,6 @@ _CHECKPOINT = (
 
 
 def evaluate_parser() -> FlagParser:
-    """Return the parser of `raypod evaluate`."""
     parser = _parser(_evaluate, "evaluate", "Evaluate a checkpoint of a run on its test split, or on another data set.")
     _add_checkpoint(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -33,7 +32,6 @@ def evaluate_parser() -> FlagParser:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    """Evaluate a checkpoint of a run."""
     from raypod.api.inference.evaluate import evaluate_run  # as below: the command line is parsed without torch
 
     if args.output:
@@ -50,7 +48,6 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def export_parser() -> FlagParser:
-    """Return the parser of `raypod export`."""
     parser = _parser(
         _export, "export", "Write the model of a checkpoint to a file, and compare its outputs with the network's."
     )
@@ -70,7 +67,6 @@ def export_parser() -> FlagParser:
 
 
 def _export(args: argparse.Namespace) -> int:
-    """Export the model of a checkpoint."""
     from raypod.api.inference.export import export_run
 
     opened = _opened(args, settings.DATA)
@@ -89,7 +85,6 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def average_parser() -> FlagParser:
-    """Return the parser of `raypod average`."""
     parser = _parser(_average, "average", "Average the weights of the newest checkpoints, and evaluate the average.")
     parser.add_argument("--last", type=int, default=3, metavar="N", help="number of checkpoints, at least 1 [3]")
     parser.add_argument("--output", metavar="FILE", help="safetensors file [average-N.safetensors in the run folder]")
@@ -99,7 +94,6 @@ def average_parser() -> FlagParser:
 
 
 def _average(args: argparse.Namespace) -> int:
-    """Average the weights of the newest checkpoints of a run."""
     from raypod.api.inference.average import average_run
 
     run = checkpoints.open_run(args.run, args.trust)
@@ -116,7 +110,6 @@ def _average(args: argparse.Namespace) -> int:
 
 
 def predict_parser() -> FlagParser:
-    """Return the parser of `raypod predict`."""
     parser = _parser(
         _predict,
         "predict",
@@ -140,7 +133,6 @@ def predict_parser() -> FlagParser:
 
 
 def _predict(args: argparse.Namespace) -> int:
-    """Print the predictions of a run's model."""
     if bool(args.inputs) == (args.prompt is not None):
         raise ConfigError("name images, as in `raypod predict RUN image.png`, or give --prompt TEXT; one of the two")
     _check_used(args)

@@ -26,7 +26,6 @@ _FORMATS: Dict[str, Tuple[str, Callable[[Path, Exported, Dict[str, str]], Loaded
     "onnx": (".onnx", formats.onnx),
     "hf": ("", formats.hf),
 }
-FORMATS = tuple(_FORMATS)
 
 
 def export(

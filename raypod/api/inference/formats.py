@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import importlib.util
 import inspect
 import io
@@ -28,22 +29,16 @@ _TRACED_SAMPLES = 2  # torch treats a size of 1 as a constant
 METADATA_FILE = "raypod.json"  # in a TorchScript file, or a folder
 
 
+@dataclasses.dataclass
 class Exported:
-    """A module to export, its inputs, the weights of the checkpoint, and the module's outputs.
+    """A module to export, its inputs, the weights of the checkpoint, and the module's outputs."""
 
-    `folder` is that of a model of transformers.
-    """
-
-    def __init__(
-        self,
-        module: Positional,
-        inputs: List[torch.Tensor],
-        weights: Dict[str, torch.Tensor],
-        folder: Optional[HfFolder] = None,
-    ) -> None:
-        self.module, self.inputs, self.weights, self.folder = module, inputs, weights, folder
-        self.outputs: List[torch.Tensor] = []
-        self.scale = 0.0  # largest magnitude of an output
+    module: Positional
+    inputs: List[torch.Tensor]
+    weights: Dict[str, torch.Tensor]
+    folder: Optional[HfFolder]  # of a model of transformers
+    outputs: List[torch.Tensor] = dataclasses.field(default_factory=list)
+    scale: float = 0.0  # largest magnitude of an output
 
     def described_inputs(self) -> List[Dict[str, Any]]:
         """Return name, dtype and shape of each input; the first dimension is the batch."""

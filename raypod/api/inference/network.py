@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, Mapping, Optional, Tuple, Type
+from typing import Any, Dict, Iterator, Mapping, Tuple, Type
 
 import torch
 from torch import nn
@@ -87,7 +87,7 @@ def open_network(config: Config, weights: Weights, method: str = "") -> Iterator
         if method and getattr(kind, method) is getattr(Task, method):
             raise ConfigError(_missing(kind, config.task.name, method))
         task = task_of(config, facts_of(config).pickled)
-        with _reported(task.user_code):
+        with contextlib.nullcontext() if task.user_code is None else user_code.reported(task.user_code):
             yield _build(task, weights.tensors)
 
 
@@ -114,8 +114,3 @@ def _build(task: Task, weights: Mapping[str, torch.Tensor]) -> HostNetwork:
         network = task.network(batch)
     tensors.load_weights(network, weights, "use the data set on which the model was trained")
     return HostNetwork(task, source, network.eval(), task.device_input(batch).eval())
-
-
-def _reported(name: Optional[str]) -> Any:
-    """Return a context in which exceptions of the user's code are errors in one line; others stay as they are."""
-    return contextlib.nullcontext() if name is None else user_code.reported(name)
