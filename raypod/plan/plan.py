@@ -353,7 +353,7 @@ def _check_ipus(splits: Sequence[str], ipus: int) -> None:
     if len(used) == len(splits) + 1 == used[-1] + 1:
         raise ConfigError(
             f"--pipeline-splits {','.join(splits)} makes {len(used)} stages, and --ipus-per-replica is {ipus}: "
-            f"use --ipus-per-replica {len(used)}, or {ipus - 1} splits"
+            f"use --ipus-per-replica {len(used)}, or {counted(ipus - 1, 'split') if ipus > 1 else 'omit the splits'}"
         )
     raise ConfigError(
         f"--pipeline-splits {','.join(splits)} has stages on the IPUs {', '.join(map(str, used))}, and with "
