@@ -8,7 +8,6 @@ folder.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -32,7 +31,7 @@ from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.runs import lease, run_state
 from raypod.runs.claim import Claim
-from raypod.runs.run_folder import last_update, log_of
+from raypod.runs.run_folder import log_of, with_newest_update
 from raypod.runs.run_state import RunEndWatch, RunState, is_coordinator
 from raypod.runtime.workers.ray_jobs import JobServer, find_job_server
 from raypod.system import job_driver
@@ -144,7 +143,7 @@ def status(run_dir: Path) -> int:
     watch.observe(lambda text: show(text, sys.stderr))
     checkpoint = storage.latest_name(run_dir)  # read before the update, which is not older then
     is_behind = _is_behind(run_dir, checkpoint)
-    is_alive, state = watch.poll() is None, _with_newest_update(run_dir, _state_of(run_dir), is_behind)
+    is_alive, state = watch.poll() is None, with_newest_update(run_dir, _state_of(run_dir), is_behind)
     now_s, written_s = time.time(), state.written_at_s
     if is_alive and not state.is_local:  # by the clock of the disk, which has just renewed the lease
         found = lease.current(run_dir) or found
@@ -192,7 +191,7 @@ def attach(run_dir: Path) -> int:
     try:
         with log.open("rb") as output:
             while end is None:
-                state = _state_of(run_dir)
+                _state_of(run_dir)
                 end = watch.poll()
                 _copy(output.read())
                 if end is None:
@@ -201,7 +200,8 @@ def attach(run_dir: Path) -> int:
         show(f"\nThe run continues: raypod status|attach|stop {run_dir}")
         return 0
     if end.exit_code is None:
-        raise RunError(f"the coordinator of {run_dir} died at update {state.update}; the same command resumes the run")
+        update = with_newest_update(run_dir, end.state).update
+        raise RunError(f"the coordinator of {run_dir} died at update {update}; the same command resumes the run")
     return end.exit_code
 
 
@@ -221,7 +221,7 @@ def stop(run_dir: Path, within_s: float = 900.0, number: int = signal.SIGINT) ->
             "with --take-over"
         )
     if state.has_ended or not state.is_alive:
-        show(f"{run_dir}: nothing to stop, {_describe(_with_newest_update(run_dir, state), is_alive=False)[0]}")
+        show(f"{run_dir}: nothing to stop, {_describe(with_newest_update(run_dir, state), is_alive=False)[0]}")
         return 0
     _signal(run_dir, state, number)
     deadline = time.monotonic() + within_s
@@ -300,24 +300,6 @@ def _is_behind(run_dir: Path, checkpoint: Optional[str]) -> bool:
         state_s, checkpoint_s = (path.stat().st_mtime for path in paths)
         return state_s < checkpoint_s
     return False
-
-
-def _with_newest_update(run_dir: Path, state: RunState, is_behind: bool = False) -> RunState:
-    """Return the state of a run with the newest update of its metrics, if `is_behind` or its process cannot write."""
-    cannot_write = state.is_local and (not state.is_alive or state.is_stopped)
-    if state.has_ended or not (is_behind or cannot_write):
-        return state
-    newest = None
-    with contextlib.suppress(OSError, TypeError):  # TypeError: it has lines of another kind
-        newest = last_update(run_dir)
-    if newest is None or not isinstance(newest.update, int) or newest.update <= state.update:
-        return state
-    return dataclasses.replace(
-        state,
-        update=newest.update,
-        loss=newest.loss if newest.has_results else state.loss,
-        samples_per_s=newest.samples_per_s,
-    )
 
 
 def _copy(output: bytes) -> None:

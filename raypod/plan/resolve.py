@@ -354,11 +354,13 @@ def _default_rate(values: Values, schema: Schema) -> Optional[float]:
     counts = [_whole_number(found[key]) for key in ("batch_size", "gradient_accumulation")]
     counts.append(_whole_number(pod.get("replicas") or PodSection().replicas))
     micro_batch, accumulation, replicas = (count or 0 for count in counts)
-    if min(micro_batch, accumulation, replicas) < 1 or found["optimizer"] not in DEFAULT_RATES:
+    optimizer = found["optimizer"]
+    is_known = isinstance(optimizer, str) and optimizer in DEFAULT_RATES
+    if min(micro_batch, accumulation, replicas) < 1 or not is_known:
         return None
     own = None if of_task is None else (schema.defaults.get("training.optimizer", usual.optimizer), of_task)
-    samples = rate_samples(found["optimizer"], found["reduction"], micro_batch, accumulation * replicas)
-    return default_rate(found["optimizer"], samples, own)
+    samples = rate_samples(optimizer, found["reduction"], micro_batch, accumulation * replicas)
+    return default_rate(optimizer, samples, own)
 
 
 def _whole_number(value: Any) -> Optional[int]:

@@ -5,6 +5,7 @@ The event `run_started` has the record, so that it lasts as long as what the run
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -25,6 +26,7 @@ from raypod.runs.callback import Callback
 from raypod.runs.growing_file import last_lines, parse_records
 from raypod.runs.lease import is_lease
 from raypod.runs.metrics import Measured, MetricsAggregator, events_in, flat
+from raypod.runs.run_state import RunState
 from raypod.runs.run_view import RunView
 from raypod.system.files import replace_file, strict_json
 from raypod.system.log_files import LogTimes
@@ -201,6 +203,24 @@ def last_update(run_dir: Path) -> Optional[UpdateDone]:
     """Return the newest update in the metrics of a run folder; None if there is none."""
     lines = (parse_records([line.text]) for line in last_lines(run_dir / METRICS))
     return next((each for records in lines for each in events_in(UpdateDone, records)), None)
+
+
+def with_newest_update(run_dir: Path, state: RunState, is_behind: bool = False) -> RunState:
+    """Return the state of a run with the newest update of its metrics, if `is_behind` or its process cannot write."""
+    cannot_write = state.is_local and (not state.is_alive or state.is_stopped)
+    if state.has_ended or not (is_behind or cannot_write):
+        return state
+    newest = None
+    with contextlib.suppress(OSError, TypeError):  # TypeError: it has lines of another kind
+        newest = last_update(run_dir)
+    if newest is None or not isinstance(newest.update, int) or newest.update <= state.update:
+        return state
+    return dataclasses.replace(
+        state,
+        update=newest.update,
+        loss=newest.loss if newest.has_results else state.loss,
+        samples_per_s=newest.samples_per_s,
+    )
 
 
 def measured(event_type: Type[Measured], path: Path) -> List[Measured]:

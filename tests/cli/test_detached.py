@@ -99,6 +99,7 @@ def test_the_same_command_resumes_a_run_whose_coordinator_died(detached: Path, t
     died = re.compile(r"died at update (\d+)")
     assert died.findall(capsys.readouterr().out) == died.findall(out)
     assert main(["attach", str(detached)]) == 1
+    assert died.findall(capsys.readouterr().err) == died.findall(out)
     # It may have been killed between a checkpoint and its entry in LATEST.
     newest = max(int(each.name.rpartition("-")[2]) for each in (detached / "checkpoints").glob("update-????????"))
     updates = str(newest + 6)

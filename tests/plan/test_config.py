@@ -77,6 +77,7 @@ def test_a_config_is_immutable_has_unique_keys_and_names_all_unknown_ones() -> N
         ("training", "epochs", "x", "^training.epochs = 'x': must be a whole number$"),
         ("training", "learning_rate", "fast", "learning_rate = 'fast': must be a number$"),
         ("training", "precision", "8.8", "precision = '8.8': must be '16.16', '16.32' or '32.32'$"),
+        ("training", "optimizer", {"a": "b"}, "^training.optimizer = .* must be 'sgd', 'adam'"),
         ("data", "augment", "maybe", "augment = 'maybe': must be true or false$"),
         ("data", "image", "3x32x32\n", "must be channels x height x width"),
         ("data", "image", "3x3", "image = '3x3': must be channels x height x width, as in 3x32x32$"),

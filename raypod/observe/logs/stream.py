@@ -29,6 +29,7 @@ from raypod.plan import layout
 from raypod.plan.cluster import Host
 from raypod.runs import event_text
 from raypod.runs.growing_file import GrowingFile
+from raypod.runs.run_folder import with_newest_update
 from raypod.runs.run_state import RunEnd, RunEndWatch
 from raypod.runtime import ssh
 from raypod.system.command_line import printable, say
@@ -101,7 +102,8 @@ class Logs:
         if end is None:
             return 0
         if end.exit_code is None:
-            raise RunError(f"the coordinator of {self._folder} died at update {end.state.update}")
+            update = with_newest_update(self._folder, end.state).update
+            raise RunError(f"the coordinator of {self._folder} died at update {update}")
         return end.exit_code
 
     def _print_all(self, printer: Printer, events: List[Labelled]) -> None:
