@@ -109,6 +109,11 @@ def parse_manifest(path: Path, text: bytes, hashes: bytes) -> Checkpoint:
         raise CheckpointDamaged(str(path), f"{MANIFEST} cannot be parsed ({error})") from None
 
 
+def sha256_line(text: bytes) -> bytes:
+    """Return the content of `manifest.sha256` for a manifest, in the format of `sha256sum`."""
+    return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()
+
+
 def replace_manifest(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Replace the manifest of a checkpoint. It stays readable if the process is killed at any point.
 
@@ -117,9 +122,9 @@ def replace_manifest(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """
     old, new = checkpoint.manifest.to_json(), manifest.to_json()
     # Both hashes are valid while the manifest itself is replaced.
-    files.replace_file(checkpoint.path / MANIFEST_SHA256, _sha256_line(old) + _sha256_line(new))
+    files.replace_file(checkpoint.path / MANIFEST_SHA256, sha256_line(old) + sha256_line(new))
     files.replace_file(checkpoint.path / MANIFEST, new)
-    files.replace_file(checkpoint.path / MANIFEST_SHA256, _sha256_line(new))
+    files.replace_file(checkpoint.path / MANIFEST_SHA256, sha256_line(new))
 
 
 def make_newest(checkpoint: Checkpoint, generation: int) -> None:
@@ -252,7 +257,7 @@ def new_file(partial: Path, name: str) -> ContextManager[files.NewFile]:
 def write_manifest(partial: Path, manifest: Manifest) -> None:
     """Write the manifest of a new checkpoint, after all its other files."""
     text = manifest.to_json()
-    for name, content in ((MANIFEST, text), (MANIFEST_SHA256, _sha256_line(text))):
+    for name, content in ((MANIFEST, text), (MANIFEST_SHA256, sha256_line(text))):
         with new_file(partial, name) as file:
             file.write(content)
 
@@ -277,11 +282,6 @@ def _remove_leftovers(checkpoints: Path) -> None:
 def _latest_line(path: Path) -> bytes:
     """The content of `LATEST` for a checkpoint."""
     return f"{path.name}\n".encode()
-
-
-def _sha256_line(text: bytes) -> bytes:
-    """The line of `manifest.sha256` for a manifest, in the format of `sha256sum`."""
-    return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()
 
 
 def _verify_hash(path: Path, name: str, record: FileRecord) -> None:

@@ -158,10 +158,15 @@ def test_an_evaluation_replaces_the_manifest_and_weights_the_checkpoint(run: Pat
     checkpoints = MirroredCheckpoints(run, Store(f"{url}/a run"), Retention(3, ACCURACY))
     checkpoints.sync()
     (local,), _ = storage.list_checkpoints(run / "checkpoints")
+    hashes = run / "checkpoints" / name / "manifest.sha256"
+    before = hashes.read_bytes()
     storage.replace_manifest(local, type(local.manifest)(**{**vars(local.manifest), "tested": {"accuracy": 12.0}}))
+    after = hashes.read_bytes()
+    hashes.write_bytes(before + after)  # as just before the end of the replacement
     assert checkpoints.pending() == [name]
     checkpoints.sync()
     assert (checkpoints.uploads, checkpoints.pending()) == (1, [])
+    assert Store(f"{url}/a run").read(f"checkpoints/{name}/manifest.sha256") == after
     assert whole_checkpoints(url, "a run", tmp_path / "copy") == [name]
     (copy,), _ = storage.list_checkpoints(tmp_path / "copy" / "checkpoints")
     assert copy.manifest.tested == {"accuracy": 12.0}
