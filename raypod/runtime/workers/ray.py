@@ -84,8 +84,9 @@ class RayFleet:
 
     def start(self) -> List[InstanceStarted]:
         self._timer.begin()
-        self._ray = self._session.open(self._log)
-        self._killer = ProcessKiller(self._ray)
+        ray = self._session.open(self._log)
+        self._killer = ProcessKiller(ray)
+        self._ray = ray  # last: `close` uses both
         self._timer.end("start or join Ray")
         placement = self._plan.placement
         nodes = wait_for_nodes(self._ray, placement, self._plan.config.pod.wait_hosts, self._log)
