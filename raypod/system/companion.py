@@ -129,8 +129,10 @@ class Companion(Generic[S]):
         """
         limit = f"{self.limit_s:.3g} s at most; Ctrl-C ends the wait"
         wait = f"waiting until {self.name} has the rest of the run ({limit})"
-        awaited(self._has_ended, self._until_s - time.monotonic(), lambda: self.print_line(wait))
+        is_done = awaited(self._has_ended, self._until_s - time.monotonic(), lambda: self.print_line(wait))
         self.state = read_state(self.folder / self.state_file, self.state)
+        if not is_done and self.limit_s < self.timeout_s:
+            self._leave()
         return self.process is not None and self.process.poll() == 0
 
     def kill(self) -> None:
@@ -138,6 +140,12 @@ class Companion(Generic[S]):
         process, self.process = self.process, None
         if process is not None:
             end_session(process)
+
+    def _leave(self) -> None:
+        """Let the process do the rest within its timeout, as it does when the coordinator is killed."""
+        if self.process is not None:
+            self.process.returncode = 0  # prevents Popen's ResourceWarning: the process continues on purpose
+            self.process = None
 
     def warn(self, text: str) -> None:
         """Show a warning, unless there was one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
@@ -119,6 +120,8 @@ def test_before_an_enforced_end_what_is_missing_is_recorded(mirrored: Make) -> N
         began_s = run.now_s
     assert run.now_s - began_s == pytest.approx(3.0, abs=0.06)
     assert run.lines[0].endswith("has the rest of the run (3 s at most; Ctrl-C ends the wait)")
+    with os.fdopen(run.started[0]._reading) as unread:  # `end` would have closed it
+        assert unread.read() == "", "the process continues"
     assert "run does not hold a at the end of the run (--preemption-grace-s); see" in run.warnings[0]
     assert run.stored()["not_mirrored"] == ["a"]
 
