@@ -43,7 +43,7 @@ from raypod.observe.trackers.companions import TrackerProcesses
 from raypod.plan.plan import Plan, rounding_of, window_of
 from raypod.plan.tables import topology_summary
 from raypod.runs import claim, run_folder, run_state, verify_data
-from raypod.runs.callback import Callback, Place, Reporter
+from raypod.runs.callback import Callback, Reporter, UploadTarget
 from raypod.runs.event_log import EventLog, restarts_in
 from raypod.runs.lease import Log
 from raypod.runs.media import Kind, Media
@@ -324,7 +324,7 @@ class Training:
 
 
 class Rescue(Callback):
-    """Passes the newest state of a run on to its places if it is in another folder than that of the run.
+    """Passes the newest state of a run on to its upload targets if it is in another folder than that of the run.
 
     It passes all other events to `copies`. The `callbacks` write the files of the run folder.
     """
@@ -333,8 +333,8 @@ class Rescue(Callback):
         self,
         run: Claimed,
         elsewhere: Elsewhere,
-        copies: Place,
-        mirror: Place,
+        copies: UploadTarget,
+        mirror: UploadTarget,
         warn: Callable[[str], None],
         callbacks: Sequence[Callback],
     ) -> None:
@@ -351,10 +351,10 @@ class Rescue(Callback):
             self._write_files(folder)
         except (OSError, RaypodError) as error:
             self._warn(f"{folder} lacks files of the run: {error}")
-        ways = [each.send_from(folder, Path(event.path)) for each in (self._copies, self._mirror)]
-        held = [way for way in ways if way]
-        way_on = held[-1] if held else f": continue with --resume {folder}"
-        self._elsewhere.way_on = f"the state of update {event.update} is saved{way_on}"
+        hints = [each.send_from(folder, Path(event.path)) for each in (self._copies, self._mirror)]
+        held = [hint for hint in hints if hint]
+        hint = held[-1] if held else f": continue with --resume {folder}"
+        self._elsewhere.way_on = f"the state of update {event.update} is saved{hint}"
         if held:
             self._elsewhere.remove()
 

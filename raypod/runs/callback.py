@@ -56,8 +56,8 @@ class LinesSink(Sink):
         self._file.close()
 
 
-class Place(Callback):
-    """A place besides the run folder that keeps a run: a storage, or other hosts of the pod.
+class UploadTarget(Callback):
+    """Keeps a run besides its folder: a URL (`runs/upload/mirror.py`) or other hosts (`runs/upload/copies.py`).
 
     It gets each checkpoint when it is saved. Nothing that fails there ends or slows the run, which waits for it only at
     its end, for a limited time. A process uploads to a storage, since the library of a storage can hang and hold the
@@ -68,7 +68,7 @@ class Place(Callback):
         """Bring a checkpoint of another folder, which has the files of the run, there, and wait until that is done.
 
         Returns what a message says after "the state is saved": where, and how the run continues from there; "" if the
-        place does not hold the checkpoint.
+        target does not hold the checkpoint.
         """
         raise NotImplementedError
 

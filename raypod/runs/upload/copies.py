@@ -30,7 +30,7 @@ from raypod.events import CheckpointSaved, Event, RunEnded, RunStarted
 from raypod.plan import layout
 from raypod.plan.plan import Plan
 from raypod.runs import event_log, run_state
-from raypod.runs.callback import Place
+from raypod.runs.callback import UploadTarget
 from raypod.runs.growing_file import line_begin
 from raypod.runs.upload.copy_folder import FOLDER, Age, CopyReceiver, Opened
 from raypod.system.command_line import INTERRUPTED, shortened
@@ -52,7 +52,7 @@ class Hosts(Protocol):
     def serve_on(self, host: str, kind: Callable[..., Any], *arguments: Any) -> Server: ...
 
 
-class CheckpointCopies(Place):
+class CheckpointCopies(UploadTarget):
     """The copies of one run: a context that ends the thread, to be left before the fleet is closed.
 
     `run_id` is the name of the run on other hosts, once it has begun.

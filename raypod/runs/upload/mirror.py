@@ -13,7 +13,7 @@ from raypod.errors import LeaseLost
 from raypod.events import TRAINS, CheckpointSaved, Event
 from raypod.plan.layout import LOGS, STORAGE, SUMMARY
 from raypod.plan.plan import Plan
-from raypod.runs.callback import Place
+from raypod.runs.callback import UploadTarget
 from raypod.runs.upload.mirror_record import MirrorRecord, add_to_summary
 from raypod.system.companion import Companion, read_state, write_state
 
@@ -21,7 +21,7 @@ _ANSWER_S = 30.0  # for the first time
 _NAMED = 3  # names in the warning about what is not mirrored
 
 
-class Mirror(Place):
+class Mirror(UploadTarget):
     """The mirror of a run; a context that ends it. Without `--storage-path` it does nothing."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Mirror(Place):
             self._process.kill()
 
     def send_from(self, folder: Path, checkpoint: Path) -> str:
-        """See `Place.send_from`. The folder, which has the name of the run folder, is mirrored to the same URL."""
+        """See `UploadTarget.send_from`. The folder has the name of the run folder, and is mirrored to the same URL."""
         if self._path is None:
             return ""
         self._process.kill()

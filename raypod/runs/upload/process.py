@@ -1,6 +1,7 @@
 """The process that mirrors a run: `python -m raypod.runs.upload.process RUN URL`, started by `mirror.py`, or by hand.
 
-It compares the run folder with the storage and uploads what is missing, so it can be killed and started at any time.
+In rounds, repeated after errors with growing pauses, it compares the run folder with the storage and uploads what is
+missing, so it can be killed and started at any time.
 Lines of standard input name checkpoints that were saved; its end is the end of the run, or of the coordinator. From
 then on the process has a limited time.
 """
