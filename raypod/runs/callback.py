@@ -65,7 +65,7 @@ class UploadTarget(Callback):
     """
 
     def send_from(self, folder: Path, checkpoint: Path) -> str:
-        """Bring a checkpoint of another folder, which has the files of the run, there, and wait until that is done.
+        """Upload a checkpoint of another folder, which has the files of the run, and wait until that is done.
 
         Returns what a message says after "the state is saved": where, and how the run continues from there; "" if the
         target does not hold the checkpoint.

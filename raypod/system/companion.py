@@ -125,6 +125,7 @@ class Companion(Generic[S]):
     def is_complete(self) -> bool:
         """Await the process until its time is over, with a line; return whether it has done everything.
 
+        Before an enforced end of the run, a process that has not ended continues without the run, within its timeout.
         What it remembers does not tell: that of an earlier start may have ended meanwhile.
         """
         limit = f"{self.limit_s:.3g} s at most; Ctrl-C ends the wait"
